@@ -1,0 +1,58 @@
+# Everything is installed into .venv/ of this checkout; the stamp files in it say how far.
+# make TORCH=... takes another torch (any requirement or wheel that pip understands), PYTHON=... another interpreter.
+
+TORCH ?= torch==2.13.0
+# The release that TORCH is built for. Only the tests pin it; the package takes 3.6 and later.
+TRITON ?= triton==3.7.1
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: run test lint clean help
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+SUBPACKAGES := $(patsubst %/__init__.py,%,$(filter-out pagedmla/%,$(wildcard */__init__.py)))
+
+run: .venv/.runtime ## install what the package needs and run the demonstration
+	$(BIN)/pagedmla demo
+
+test: lint ## install the tests' needs, lint, type-check and run every test
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+	  $(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal $(PYTEST_ARGS)
+	@echo "make test: ruff (style), mypy (types of $(words pagedmla $(SUBPACKAGES)) packages) and pytest ($(JOBS) workers) passed."
+
+# mypy looks for pagedmla.kv_cache in pagedmla/, so it is shown the layout of an installed package, made of links.
+lint: .venv/.develop ## ruff and mypy
+	$(BIN)/ruff check .
+	@rm -rf build/typing/pagedmla && mkdir -p build/typing/pagedmla
+	@ln -s $(addprefix ../../../,$(wildcard pagedmla/*.py) pagedmla/py.typed $(SUBPACKAGES)) build/typing/pagedmla/
+	cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml --package pagedmla
+
+clean: ## remove the environment, builds and caches
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.venv/.created:
+	@test -n "$(PYTHON)" || { echo "pagedmla needs Python 3.10 to 3.13; found neither python3.11 nor python3." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; (3, 10) <= sys.version_info < (3, 14) or sys.exit( \
+	  f"pagedmla needs Python 3.10 to 3.13; $(PYTHON) is {sys.version.split()[0]}. Pass another: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+# torch first and by itself, so that no other requirement chooses its release.
+.venv/.runtime: pyproject.toml | .venv/.created
+	$(PIP) '$(TORCH)'
+	$(PIP) --editable .
+	@touch $@
+
+.venv/.develop: pyproject.toml .venv/.runtime
+	$(PIP) --editable '.[test,dev]' '$(TRITON)'
+	@touch $@

@@ -1,0 +1,1 @@
+"""The documented cache interface: geometry, addressing, values, quantisation and inspection. torch only."""

@@ -1,0 +1,93 @@
+"""How errors are worded, and whether device values may be read for a check.
+
+Every refusal names the tensor, what was expected, what came, and what to pass instead:
+
+    kv_scales: expected [*, 1, 61, 64, 1, 1] float32; got [128, 1, 61, 64, 1, 5] float32. Use layout "fp8_flat" ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = (torch.int32, torch.uint32)
+
+
+class DroppedStoreWarning(UserWarning):
+    """A store named a page outside its pool. Nothing was written for it; with checks on it is an IndexError."""
+
+
+def checks_enabled(check: bool | None = None) -> bool:
+    """Whether values (ids, scales, bytes) are checked too: `check` if given, else PAGEDMLA_CHECK=1."""
+    if check is not None:
+        return check
+    setting = os.environ.get("PAGEDMLA_CHECK", "")
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"PAGEDMLA_CHECK: expected 0 or 1; got {setting!r}")
+    return setting == "1"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: object) -> str:
+    """`[2, 24] uint32` for a tensor, `None` for nothing, else the type's name."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {dtype_name(value.dtype)}"
+    return "None" if value is None else type(value).__name__
+
+
+def refuse(
+    name: str, expected: str, got: object, hint: str = "", error: type[Exception] = ValueError
+) -> NoReturn:
+    """Raise `error` in the one form that every refusal of this package has."""
+    shown = got if isinstance(got, str) else describe(got) if isinstance(got, Tensor) or got is None else repr(got)
+    raise error(f"{name}: expected {expected}; got {shown}." + (f" {hint}" if hint else ""))
+
+
+def expect_tensor(
+    value: object, name: str, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], hint: str = ""
+) -> Tensor:
+    """`value` if it is a tensor of that shape (None: any size) and one of those dtypes; else a refusal."""
+    wanted = f"[{', '.join('*' if size is None else str(size) for size in shape)}]"
+    wanted += f" {' or '.join(dtype_name(dtype) for dtype in dtypes)}" if dtypes else ""
+    if not isinstance(value, Tensor):
+        refuse(name, f"a tensor {wanted}", describe(value), hint, TypeError)
+    if value.dim() != len(shape) or any(size not in (None, actual) for size, actual in zip(shape, value.shape)):
+        refuse(name, wanted, value, hint)
+    if dtypes and value.dtype not in dtypes:
+        refuse(name, wanted, value, hint)
+    return value
+
+
+def expect_same_device(anchor: Tensor, anchor_name: str, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != anchor.device:
+            refuse(name, f"a tensor on {anchor.device}, as {anchor_name}", f"one on {tensor.device}")
+
+
+def host_int(value: Tensor | int, name: str, minimum: int = 0) -> int:
+    """A Python int from an int or a one-element host tensor. A device tensor is refused: reading it would sync.
+
+    uint32 tensors are read through their int32 bits only where `minimum` is negative.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.dtype.is_floating_point or value.dtype == torch.bool:
+            refuse(name, "one integer", value)
+        if value.device.type not in ("cpu", "meta"):
+            refuse(name, "an int or a tensor on the host", f"one on {value.device}", "Keep this field on the CPU.")
+        value = int(value.item())
+    if isinstance(value, bool) or not isinstance(value, int):
+        refuse(name, "one integer", value, error=TypeError)
+    if value < minimum:
+        refuse(name, f"at least {minimum}", value)
+    return value
+
+
+def ceildiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,581 @@
+"""What a row of the cache means: its bytes, its scales, and how they are made and read.
+
+A layout is one frozen object. `quantize` and `dequantize` are its meaning, byte for byte; `planes` shows one layer of a
+pool to a kernel as strided views. Widths below are for a latent of 512 and a rope of 64; other widths move the bounds.
+
+| name                      | bytes a token | row                     | scales                                    |
+|---------------------------|---------------|-------------------------|-------------------------------------------|
+| `bf16`, `fp16`, `fp32`    | 1152, 2304    | 576 numbers             | none                                      |
+| `fp8_flat`                | 576 + 4 G     | 576 e4m3                | G = ceildiv(576, granularity), or a tensor's |
+| `fp8_rope_bf16`           | 644           | 512 e4m3 + 64 bf16      | one a token, for the latent               |
+| `fp8_rope_bf16_prescaled` | 644           | the same, rope / sigma  | one a token, for both                     |
+| `fp8_ds_mla`              | 656           | 512 e4m3, 4 float32, 64 bf16 | four a token, inside the row         |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import ceildiv, describe, dtype_name, refuse
+from pagedmla.kv_cache.paged_tensor import PagedTensor
+from pagedmla.kv_cache.quantise import SCALE_DTYPES, quantise_group, saturating_cast, sigma_of
+
+E4M3 = torch.float8_e4m3fn
+
+
+class QuantizedRows(NamedTuple):
+    """Rows as a pool holds them: `values [..., row_elements]` and `scales [..., scales_per_token]` or None."""
+
+    values: Tensor
+    scales: Tensor | None
+
+
+@dataclass(frozen=True)
+class RowPlanes:
+    """One layer of a pool as kernels see it; every tensor is a view, and strides are whatever they are.
+
+    latent  [num_pages, page_size, latent]        e4m3, or the unquantised dtype
+    rope    [num_pages, page_size, rope]          e4m3, bf16, or the unquantised dtype
+    scales  [num_scale_pages, page_size, G]       or None; column d of the row takes scale d // scale_group
+    rope_scaled            whether the rope columns are multiplied by their scale too
+    scales_in_value_pages  the scales lie in the value pages: their table is the values' table
+    """
+
+    latent: Tensor
+    rope: Tensor
+    scales: Tensor | None
+    scale_group: int
+    rope_scaled: bool
+    scales_in_value_pages: bool
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Common ground of all layouts. `latent` and `rope` are columns of the decompressed row."""
+
+    latent: int = 512
+    rope: int = 64
+
+    name: ClassVar[str]
+    value_dtypes: ClassVar[tuple[torch.dtype, ...]] = (E4M3, torch.uint8)
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    rope_scaled: ClassVar[bool] = False
+    inline_scales: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.latent < 1 or self.rope < 1:
+            refuse("layout", "latent and rope of at least 1 column", f"latent={self.latent}, rope={self.rope}")
+
+    def __str__(self) -> str:
+        return self.name
+
+    # What each layout says for itself.
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of the pool's innermost dimension."""
+        raise NotImplementedError
+
+    @property
+    def scales_per_token(self) -> int:
+        """Scales that lie in a pool of their own, for each token."""
+        return 0
+
+    @property
+    def scale_group(self) -> int:
+        """Columns of the row that share a scale."""
+        return self.width
+
+    @property
+    def pool_granularity(self) -> int | None:
+        """Elements of a pool row for each scale of the scale pool; None where there is no scale pool."""
+        return None
+
+    def quantize(
+        self,
+        latent: Tensor,
+        rope: Tensor,
+        *,
+        sigma: Tensor | None = None,
+        power_of_two: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> QuantizedRows:
+        """Rows from `latent [..., latent]` and `rope [..., rope]` of any float dtype.
+
+        `sigma [..., scales_per_token]` uses given scales instead of measuring them; `power_of_two` rounds measured ones
+        up to a power of two; `scale_dtype` is that of the scale pool.
+        """
+        raise NotImplementedError
+
+    def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[..., latent + rope]` in `dtype`, which also carries the product with the scale."""
+        raise NotImplementedError
+
+    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    # What follows from it.
+
+    @property
+    def width(self) -> int:
+        """Columns of a decompressed row: latent and rope."""
+        return self.latent + self.rope
+
+    @property
+    def quantised(self) -> bool:
+        return self.value_dtypes[0] == E4M3
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_elements * self.value_dtypes[0].itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token occupies in one layer: its row and its float32 scales."""
+        return self.row_bytes + 4 * self.scales_per_token
+
+    def check_pool(self, blocks: Tensor, scales: Tensor | None) -> None:
+        """Refuse a pool that isn't of this kind. Reads shapes, dtypes and strides only."""
+        self._check_blocks(blocks)
+        self._check_scales(blocks, scales)
+
+    def _check_blocks(self, blocks: Tensor) -> None:
+        wanted = f"[*, 1, *, *, 1, {self.row_elements}] {' or '.join(map(dtype_name, self.value_dtypes))}"
+        if blocks.dim() != 6 or blocks.shape[1] != 1 or blocks.shape[4] != 1 or blocks.shape[5] != self.row_elements:
+            refuse("kv_blocks", f"{wanted} for layout {self}", blocks, _layout_hint(blocks))
+        if blocks.dtype not in self.value_dtypes:
+            refuse("kv_blocks", f"{wanted} for layout {self}", blocks, _layout_hint(blocks))
+        if blocks.stride(5) != 1:
+            refuse("kv_blocks", f"rows whose elements are adjacent (stride(5) 1) for layout {self}", blocks.stride())
+
+    def _check_scales(self, blocks: Tensor, scales: Tensor | None) -> None:
+        if self.scales_per_token == 0:
+            if scales is not None:
+                refuse("kv_scales", f"None, since layout {self} keeps no scale pool", scales)
+            return
+        _, _, layers, page_size, _, _ = blocks.shape
+        wanted = f"[*, 1, {layers}, {page_size}, 1, {self.scales_per_token}]"
+        wanted += f" {' or '.join(map(dtype_name, self.scale_dtypes))}"
+        goes_with = f"to go with kv_blocks {describe(blocks)} in layout {self}"
+        shape = [1, layers, page_size, 1, self.scales_per_token]
+        if scales is None:
+            refuse("kv_scales", f"{wanted} {goes_with}", None)
+        if scales.dim() != 6 or list(scales.shape[1:]) != shape or scales.dtype not in self.scale_dtypes:
+            hint = 'For grouped scales use layout "fp8_flat" with its granularity.' if self.scales_per_token == 1 else ""
+            refuse("kv_scales", f"{wanted} {goes_with}", scales, hint)
+
+    def planes(self, values: PagedTensor, scales: PagedTensor | None, layer: int) -> RowPlanes:
+        """One layer as views (see RowPlanes). The pools must have passed `check_pool`."""
+        rows = values.layer(0, layer).squeeze(2)  # [num_pages, page_size, row_elements]
+        self._check_alignment(rows)
+        latent, rope = self._latent_and_rope(rows)
+        plane = self._scale_plane(rows, None if scales is None else scales.layer(0, layer).squeeze(2))
+        return RowPlanes(latent, rope, plane, self.scale_group, self.rope_scaled, self.inline_scales)
+
+    def _scale_plane(self, rows: Tensor, scales: Tensor | None) -> Tensor | None:
+        return scales
+
+    def _check_alignment(self, rows: Tensor) -> None:
+        """Wider numbers inside a byte row need a page, slot and base that they divide."""
+
+    def _require_alignment(self, rows: Tensor, size: int) -> None:
+        for what, elements in (
+            ("first byte", rows.storage_offset()),
+            ("page stride", rows.stride(0)),
+            ("slot stride", rows.stride(1)),
+        ):
+            if elements * rows.element_size() % size:
+                refuse("kv_blocks", f"a {what} that is a multiple of {size} bytes for layout {self}", elements)
+
+
+@dataclass(frozen=True)
+class Unquantised(CacheLayout):
+    """The control: numbers as the model made them.
+
+    | element  | what   |
+    |----------|--------|
+    | 0 .. 511 | latent |
+    | 512..575 | rope   |
+    """
+
+    @property
+    def row_elements(self) -> int:
+        return self.width
+
+    def quantize(
+        self,
+        latent: Tensor,
+        rope: Tensor,
+        *,
+        sigma: Tensor | None = None,
+        power_of_two: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> QuantizedRows:
+        if sigma is not None:
+            refuse("sigma", f"None, since layout {self} has no scales", sigma)
+        return QuantizedRows(saturating_cast(torch.cat((latent, rope), -1), self.value_dtypes[0]), None)
+
+    def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        return values.to(dtype)
+
+    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return values[..., : self.latent], values[..., self.latent :]
+
+
+class Bf16(Unquantised):
+    name = "bf16"
+    value_dtypes = (torch.bfloat16,)
+
+
+class Fp16(Unquantised):
+    name = "fp16"
+    value_dtypes = (torch.float16,)
+
+
+class Fp32(Unquantised):
+    name = "fp32"
+    value_dtypes = (torch.float32,)
+
+
+@dataclass(frozen=True)
+class Fp8Flat(CacheLayout):
+    """Latent and rope alike in e4m3; one scale for every `granularity` columns, the last group may be shorter.
+
+    | byte     | what                                        |
+    |----------|---------------------------------------------|
+    | 0 .. 511 | latent, e4m3, value = byte * sigma[d // g]  |
+    | 512..575 | rope,   e4m3, value = byte * sigma[d // g]  |
+
+    `granularity` None means the whole row. One scale for a whole tensor is a `kv_scales` view expanded with stride 0
+    (`per_tensor_scale` makes one): a store reads it and never writes it.
+    """
+
+    granularity: int | None = None
+
+    name = "fp8_flat"
+    scale_dtypes = SCALE_DTYPES
+    rope_scaled = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.granularity is not None and self.granularity < 1:
+            refuse("granularity", "at least 1 column", self.granularity)
+
+    def __str__(self) -> str:
+        return self.name if self.granularity is None else f"{self.name} (granularity {self.granularity})"
+
+    @property
+    def row_elements(self) -> int:
+        return self.width
+
+    @property
+    def scale_group(self) -> int:
+        return self.width if self.granularity is None else min(self.granularity, self.width)
+
+    @property
+    def scales_per_token(self) -> int:
+        return ceildiv(self.width, self.scale_group)
+
+    @property
+    def pool_granularity(self) -> int | None:
+        return self.scale_group
+
+    def quantize(
+        self,
+        latent: Tensor,
+        rope: Tensor,
+        *,
+        sigma: Tensor | None = None,
+        power_of_two: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> QuantizedRows:
+        row = torch.cat((latent.to(torch.float32), rope.to(torch.float32)), -1)
+        groups = row.split(self.scale_group, -1)
+        if sigma is None:
+            measured = [sigma_of(x, scale_dtype=scale_dtype, power_of_two=power_of_two) for x in groups]
+            sigma = _stack(measured)
+        codes = [quantise_group(x, sigma[..., g]).view(torch.uint8) for g, x in enumerate(groups)]
+        return QuantizedRows(torch.cat(codes, -1).view(E4M3), sigma)
+
+    def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        sigma = _need_scales(self, scales)
+        columns = torch.arange(self.width, device=values.device) // self.scale_group
+        return _as_e4m3(values).to(dtype) * sigma.to(dtype)[..., columns]
+
+    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        rows = _as_e4m3(values)
+        return rows[..., : self.latent], rows[..., self.latent :]
+
+
+@dataclass(frozen=True)
+class Fp8RopeBf16(CacheLayout):
+    """The flagship: the latent in e4m3 with one scale a token, the rope in bf16, which never saturates.
+
+    | byte     | what                                     |
+    |----------|------------------------------------------|
+    | 0 .. 511 | latent, e4m3, value = byte * sigma       |
+    | 512..639 | rope, bf16, little endian, unscaled      |
+
+    The scale pool holds one float32 a token.
+    """
+
+    name = "fp8_rope_bf16"
+    scale_dtypes = (torch.float32,)
+
+    @property
+    def row_elements(self) -> int:
+        return self.latent + 2 * self.rope
+
+    @property
+    def scales_per_token(self) -> int:
+        return 1
+
+    @property
+    def pool_granularity(self) -> int | None:
+        return self.row_elements
+
+    def quantize(
+        self,
+        latent: Tensor,
+        rope: Tensor,
+        *,
+        sigma: Tensor | None = None,
+        power_of_two: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> QuantizedRows:
+        if sigma is None:
+            sigma = sigma_of(latent, scale_dtype=scale_dtype, power_of_two=power_of_two).unsqueeze(-1)
+        codes = quantise_group(latent, sigma[..., 0])
+        return QuantizedRows(_join_bytes(codes, self._stored_rope(rope, sigma)), sigma)
+
+    def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        sigma = _need_scales(self, scales).to(dtype)
+        latent, rope = self._latent_and_rope(values)
+        return torch.cat((latent.to(dtype) * sigma, self._read_rope(rope.to(dtype), sigma)), -1)
+
+    def _stored_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+        return saturating_cast(rope, torch.bfloat16)
+
+    def _read_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+        return rope
+
+    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return _as_e4m3(values[..., : self.latent]), values[..., self.latent :].view(torch.bfloat16)
+
+    def _check_alignment(self, rows: Tensor) -> None:
+        self._require_alignment(rows, 2)
+
+
+@dataclass(frozen=True)
+class Fp8RopeBf16Prescaled(Fp8RopeBf16):
+    """The same bytes, but the rope is stored divided by sigma, so that one factor serves the whole logit column.
+
+    | byte     | what                                     |
+    |----------|------------------------------------------|
+    | 0 .. 511 | latent, e4m3, value = byte * sigma       |
+    | 512..639 | rope, bf16, value = number * sigma       |
+
+    MAX's scaled decode and SnapMLA store this. Nothing in the bytes tells it from `fp8_rope_bf16`: name it.
+    """
+
+    name = "fp8_rope_bf16_prescaled"
+    rope_scaled = True
+
+    def _stored_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+        inverse = torch.ones((), dtype=torch.float32, device=rope.device) / sigma.to(torch.float32)
+        return saturating_cast(rope.to(torch.float32) * inverse, torch.bfloat16)
+
+    def _read_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+        return rope * sigma
+
+
+@dataclass(frozen=True)
+class Fp8DsMla(CacheLayout):
+    """vLLM's and FlashMLA's row: the scales lie inside it, one float32 for every 128 latent columns.
+
+    | byte     | what                                          |
+    |----------|-----------------------------------------------|
+    | 0 .. 511 | latent, e4m3, value = byte * sigma[d // 128]  |
+    | 512..527 | 4 float32 sigmas                              |
+    | 528..655 | rope, bf16, little endian, unscaled           |
+    """
+
+    name = "fp8_ds_mla"
+    value_dtypes = (torch.uint8, E4M3)
+    inline_scales = True
+
+    GROUP: ClassVar[int] = 128
+
+    @property
+    def quantised(self) -> bool:
+        return True
+
+    @property
+    def groups(self) -> int:
+        return ceildiv(self.latent, self.GROUP)
+
+    @property
+    def scale_group(self) -> int:
+        return self.GROUP
+
+    @property
+    def row_elements(self) -> int:
+        return self.latent + 4 * self.groups + 2 * self.rope
+
+    def quantize(
+        self,
+        latent: Tensor,
+        rope: Tensor,
+        *,
+        sigma: Tensor | None = None,
+        power_of_two: bool = False,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> QuantizedRows:
+        groups = latent.to(torch.float32).split(self.GROUP, -1)
+        if sigma is None:
+            sigma = _stack([sigma_of(x, power_of_two=power_of_two) for x in groups])
+        codes = torch.cat([quantise_group(x, sigma[..., g]).view(torch.uint8) for g, x in enumerate(groups)], -1)
+        row = _join_bytes(codes, sigma.to(torch.float32), saturating_cast(rope, torch.bfloat16))
+        return QuantizedRows(row.view(torch.uint8), None)
+
+    def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = values.contiguous()
+        latent, rope = self._latent_and_rope(values)
+        sigma = self._inline(values).to(dtype).repeat_interleave(self.GROUP, -1)[..., : self.latent]
+        return torch.cat((latent.to(dtype) * sigma, rope.to(dtype)), -1)
+
+    def _inline(self, values: Tensor) -> Tensor:
+        return values[..., self.latent : self.latent + 4 * self.groups].view(torch.float32)
+
+    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        rope = values[..., self.latent + 4 * self.groups :].view(torch.bfloat16)
+        return _as_e4m3(values[..., : self.latent]), rope
+
+    def _scale_plane(self, rows: Tensor, scales: Tensor | None) -> Tensor | None:
+        return self._inline(rows)
+
+    def _check_alignment(self, rows: Tensor) -> None:
+        self._require_alignment(rows, 4)
+
+    def _check_scales(self, blocks: Tensor, scales: Tensor | None) -> None:
+        if scales is None:
+            return
+        first = blocks.data_ptr() + self.latent
+        if scales.dtype != torch.float32 or scales.data_ptr() != first:
+            refuse(
+                "kv_scales",
+                f"None, or the float32 view of the scales inside the rows, since layout {self} keeps them there",
+                scales,
+            )
+
+
+LAYOUTS: dict[str, type[CacheLayout]] = {
+    cls.name: cls for cls in (Bf16, Fp16, Fp32, Fp8Flat, Fp8RopeBf16, Fp8RopeBf16Prescaled, Fp8DsMla)
+}
+
+
+def get_layout(name: str, *, latent: int = 512, rope: int = 64, granularity: int | None = None) -> CacheLayout:
+    """A layout by its name. `granularity` is for `fp8_flat` alone. Raises ValueError for a name we don't know."""
+    if name not in LAYOUTS:
+        refuse("layout", f"one of {', '.join(LAYOUTS)}", name)
+    if granularity is None:
+        return LAYOUTS[name](latent, rope)
+    if name != Fp8Flat.name:
+        refuse("granularity", f"None for layout {name}; only {Fp8Flat.name} has one", granularity)
+    return Fp8Flat(latent, rope, granularity)
+
+
+def resolve_layout(layout: CacheLayout | str, blocks: Tensor, scales: Tensor | None) -> CacheLayout:
+    """The layout of a pool from its name: latent width from the row (rope 64), granularity from the scales.
+
+    A layout object is taken as it is. Either way the pool is checked against it.
+    """
+    if isinstance(layout, str):
+        named = get_layout(layout)
+        if blocks.dim() == 6:
+            named = _fit_to_row(named, blocks.shape[5])
+        if isinstance(named, Fp8Flat) and scales is not None and scales.dim() == 6:
+            named = _fit_to_scales(named, scales.shape[5])
+        layout = named
+    elif not isinstance(layout, CacheLayout):
+        refuse("layout", "a CacheLayout or its name", layout, error=TypeError)
+    layout.check_pool(blocks, scales)
+    return layout
+
+
+def _fit_to_row(layout: CacheLayout, row_elements: int) -> CacheLayout:
+    for latent in (512, 256):
+        fitted = replace(layout, latent=latent)
+        if fitted.row_elements == row_elements:
+            return fitted
+    return layout
+
+
+def _fit_to_scales(layout: Fp8Flat, groups: int) -> Fp8Flat:
+    if groups <= 1:
+        return layout
+    if layout.width % groups:
+        refuse(
+            "layout",
+            f"an Fp8Flat with its granularity, since {groups} scales don't divide a row of {layout.width} evenly",
+            f"{layout.name!r}",
+            f'For example get_layout("fp8_flat", granularity={ceildiv(layout.width, groups)}).',
+        )
+    return replace(layout, granularity=layout.width // groups)
+
+
+def per_tensor_scale(sigma: Tensor, blocks: Tensor) -> Tensor:
+    """One scale for a whole pool (`sigma` with one element), or one a layer (`sigma [num_layers]`), as `kv_scales`.
+
+    The view has stride 0 along pages and slots; every page and slot reads the same number.
+    """
+    pages, kv_dim, layers, page_size, heads, _ = blocks.shape
+    if sigma.numel() not in (1, layers) or sigma.dtype not in SCALE_DTYPES:
+        refuse("sigma", f"[1] or [{layers}] {' or '.join(map(dtype_name, SCALE_DTYPES))}", sigma)
+    flat = sigma.reshape(-1)
+    stride_layer = 0 if flat.numel() == 1 else flat.stride(0)
+    return flat.as_strided((pages, kv_dim, layers, page_size, heads, 1), (0, 0, stride_layer, 0, 0, 0))
+
+
+def is_per_tensor(scales: Tensor) -> bool:
+    """Whether a scale pool is one number repeated: stride 0 along every page and slot dimension longer than 1."""
+    page, slot = (scales.stride(0), scales.shape[0]), (scales.stride(3), scales.shape[3])
+    longer = [stride for stride, size in (page, slot) if size > 1]
+    return all(stride == 0 for stride in (longer or [page[0], slot[0]]))
+
+
+def _as_e4m3(values: Tensor) -> Tensor:
+    return values if values.dtype == E4M3 else values.view(E4M3)
+
+
+def _join_bytes(*parts: Tensor) -> Tensor:
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1).view(E4M3)
+
+
+def _stack(sigmas: list[Tensor]) -> Tensor:
+    """Stack along a new last dimension; by bytes where torch can't stack the dtype."""
+    if sigmas[0].dtype == torch.float8_e8m0fnu:
+        return torch.stack([sigma.view(torch.uint8) for sigma in sigmas], -1).view(torch.float8_e8m0fnu)
+    return torch.stack(sigmas, -1)
+
+
+def _need_scales(layout: CacheLayout, scales: Tensor | None) -> Tensor:
+    if scales is None:
+        refuse("scales", f"[..., {layout.scales_per_token}] for layout {layout}", None)
+    return scales
+
+
+def _layout_hint(blocks: Tensor) -> str:
+    """Which layouts have rows of this width and dtype, if any."""
+    if blocks.dim() != 6:
+        return ""
+    fitting = [
+        cls.name
+        for cls in LAYOUTS.values()
+        if blocks.dtype in cls.value_dtypes and _fit_to_row(cls(), blocks.shape[5]).row_elements == blocks.shape[5]
+    ]
+    return f"A pool of such rows is {' or '.join(fitting)}." if fitting else ""

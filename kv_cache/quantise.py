@@ -1,0 +1,79 @@
+"""From float32 to e4m3 and its scale sigma, exactly as every executor does it.
+
+    amax   largest |x| of the group over its finite values (NaN is left out, infinity clamps)
+    sigma  max(amax / 448, floor), or that rounded up to a power of two; in the dtype the pool stores
+    code   e4m3 of clamp(x * (1 / sigma), -448, 448), to nearest, ties to even; NaN becomes 0x7F
+
+The two divisions are correctly rounded float32 and the product is float32, so that a kernel can give the same bytes. An
+all-zero group gives the floor, which is positive and finite, and zero codes (vllm#49435: 0 / 0 must not enter a cache).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import dtype_name, refuse
+
+E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
+SIGMA_FLOOR = 2.0**-100  # far below any latent, and 1 / sigma, 448 / sigma and sigma * sigma' stay normal float32
+
+# A pool of float16 scales multiplies in float16 (kv_cache contract), so sigma * 448 has to stay below 65504.
+_SIGMA_LIMITS = {
+    torch.float32: (SIGMA_FLOOR, 2.0**119),
+    torch.float16: (2.0**-24, 146.125),
+    torch.float8_e8m0fnu: (SIGMA_FLOOR, 2.0**119),
+}
+SCALE_DTYPES = tuple(_SIGMA_LIMITS)
+
+
+def round_up_to_power_of_two(x: Tensor) -> Tensor:
+    """The smallest power of two >= x, for positive normal float32, by its bits: exact, unlike exp2(ceil(log2(x)))."""
+    bits = x.to(torch.float32).view(torch.int32)
+    return ((bits + 0x007FFFFF) & ~0x007FFFFF).view(torch.float32)
+
+
+def sigma_of(x: Tensor, *, scale_dtype: torch.dtype = torch.float32, power_of_two: bool = False) -> Tensor:
+    """The scale of each group: `x [..., columns]` to `[...]` in `scale_dtype` (float32, float16, float8_e8m0fnu)."""
+    if scale_dtype not in _SIGMA_LIMITS:
+        refuse("scale_dtype", " or ".join(map(dtype_name, SCALE_DTYPES)), dtype_name(scale_dtype))
+    floor, ceiling = _SIGMA_LIMITS[scale_dtype]
+    magnitude = x.to(torch.float32).abs()
+    finite = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
+    sigma = (finite.amax(-1) / E4M3_MAX).clamp(floor, ceiling)
+    if power_of_two or scale_dtype == torch.float8_e8m0fnu:
+        sigma = round_up_to_power_of_two(sigma)
+    return sigma.to(scale_dtype)
+
+
+def encode_e4m3(x: Tensor) -> Tensor:
+    """float8_e4m3fn of x, saturating at +-448 (infinity too); every NaN becomes 0x7F."""
+    x = x.to(torch.float32)
+    code = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(x.isnan(), torch.full_like(code, E4M3_NAN), code).view(torch.float8_e4m3fn)
+
+
+def quantise_group(x: Tensor, sigma: Tensor) -> Tensor:
+    """e4m3 of `x [..., columns]` at the given `sigma [...]` (float32, float16 or float8_e8m0fnu)."""
+    inverse = torch.ones((), dtype=torch.float32, device=x.device) / sigma.to(torch.float32)
+    return encode_e4m3(x.to(torch.float32) * inverse.unsqueeze(-1))
+
+
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a pool's dtype: clamped at the format's largest number, NaN kept where the format has one.
+
+    int8 rounds to nearest, ties to even, and takes NaN as 0.
+    """
+    if x.dtype == dtype:
+        return x
+    if dtype == torch.float8_e4m3fn:
+        return encode_e4m3(x)
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        if not x.dtype.is_floating_point:
+            return x.to(torch.int64).clamp(info.min, info.max).to(dtype)
+        return x.to(torch.float64).nan_to_num(nan=0.0).round().clamp(info.min, info.max).to(dtype)
+    if dtype == torch.float8_e8m0fnu:
+        return x.to(torch.float32).to(dtype)
+    return x.to(torch.float64).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)

@@ -1,0 +1,1 @@
+"""Choosing an executor and saying why; the public calls; the command line."""

@@ -1,0 +1,251 @@
+"""A plan: made once for a configuration, checked against every step, never a step's lengths.
+
+It fixes capacities (requests, tokens, lengths, heads, layout), the executor of each operation and the workspace, so
+that a captured graph replays with other lengths and tables. It refuses what exceeds it, by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import INDEX_DTYPES, dtype_name, expect_tensor, refuse
+from pagedmla.kv_cache.layouts import CacheLayout, get_layout
+from pagedmla.kv_cache.tables import int64_lengths
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
+from pagedmla.plugin.cost import GPUS, attention_cost
+from pagedmla.plugin.executors import AUTO, Choice, Configuration, choose
+from pagedmla.plugin.step import Step
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of a plan. `partial_lse [num_partitions, max_tokens, H]` float32: the LSE of each part of a split."""
+
+    partial_lse: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.partial_lse.numel() * self.partial_lse.element_size()
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What `Plan.prepare` learned of a step from host copies."""
+
+    decode_requests: int
+    decode_tokens: int
+    prefill_requests: int
+    query_tokens: int
+    key_tokens: int
+    scored_pairs: int
+    num_partitions: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Made by `plan(...)`; see there for the fields."""
+
+    layout: CacheLayout
+    num_heads: int
+    page_size: int
+    max_batch: int
+    max_tokens: int
+    max_cache_length: int
+    dtype: torch.dtype
+    device: torch.device
+    sm_scale: float
+    causal: bool
+    num_partitions: int
+    attend_choice: Choice
+    store_choice: Choice
+    workspace: Workspace
+
+    def __str__(self) -> str:
+        return (
+            f"plan of layout {self.layout}, H={self.num_heads}, pages of {self.page_size}, up to {self.max_batch} "
+            f"requests, {self.max_tokens} tokens and {self.max_cache_length} keys"
+        )
+
+    def check(self, step: Step, q: Tensor, sm_scale: float, causal: bool) -> None:
+        """ValueError where a call isn't what the plan was made for. Reads no device value."""
+        self._same("layout", self.layout, step.layout)
+        self._same("device", self.device, q.device)
+        self._same("H", self.num_heads, q.shape[1])
+        self._same("page size", self.page_size, step.cache.page_size)
+        self._same("query dtype", dtype_name(self.dtype), dtype_name(q.dtype))
+        self._same("sm_scale", self.sm_scale, sm_scale)
+        self._same("causal", self.causal, causal)
+        self._at_most("requests", self.max_batch, step.batch)
+        self._at_most("tokens", self.max_tokens, step.num_tokens)
+        if step.on_host and step.batch:
+            self._at_most("keys", self.max_cache_length, int(step.kv_lens().max()))
+
+    def partitions(self, step: Step) -> int:
+        """Partitions of a step's decode rows: what the values' dispatch metadata asks for, else the plan's own."""
+        asked = step.values.dispatch(step.max_query_length()).num_partitions
+        if asked is None:
+            return self.num_partitions
+        self._at_most("partitions", self.workspace.partial_lse.shape[0], asked)
+        return asked
+
+    def prepare(
+        self,
+        values: KVCacheInputsPerDevice,
+        query_start_loc: Tensor | None = None,
+        *,
+        host_cache_lengths: Tensor | None = None,
+        host_query_start_loc: Tensor | None = None,
+    ) -> StepSummary:
+        """Check a step once for all its layers, from host copies (or from the tensors, where they lie on the host).
+
+        Checks capacities and the width of both tables against the lengths. Raises ValueError; reads no device value.
+        """
+        values = single_device(values)
+        batch = int(expect_tensor(values.cache_lengths, "cache_lengths", [None], INDEX_DTYPES).shape[0])
+        lengths = _host_copy(values.cache_lengths, host_cache_lengths, "host_cache_lengths", batch)
+        if query_start_loc is None and host_query_start_loc is None:
+            starts = torch.arange(batch + 1)
+        else:
+            starts = _host_copy(query_start_loc, host_query_start_loc, "host_query_start_loc", batch + 1)
+        query_lens = int64_lengths(starts).diff() if starts.dtype in INDEX_DTYPES else starts.diff()
+        kv_lens = (int64_lengths(lengths) + query_lens).clamp(min=0)
+        self._at_most("requests", self.max_batch, batch)
+        self._at_most("tokens", self.max_tokens, int(query_lens.sum()))
+        self._at_most("keys", self.max_cache_length, int(kv_lens.max()) if batch else 0)
+        columns = int(-(-kv_lens // self.page_size).max()) if batch else 0
+        for name in ("lookup_table", "scales_lookup_table"):
+            table = getattr(values, name)
+            if table is not None and table.shape[1] < columns:
+                refuse(name, f"at least {columns} columns for the longest request", table)
+        longest_query = int(query_lens.max()) if batch else 0
+        asked = values.dispatch(longest_query).num_partitions
+        partitions = self.num_partitions if asked is None else asked
+        self._at_most("partitions", self.workspace.partial_lse.shape[0], partitions)
+        split = values.mixed_step_split
+        decode_requests, decode_tokens = (batch, int(query_lens.sum())) if split is None else split.tolist()
+        return StepSummary(
+            decode_requests,
+            decode_tokens,
+            batch - decode_requests,
+            int(query_lens.sum()),
+            int(kv_lens.sum()),
+            int((query_lens * kv_lens).sum()),
+            partitions,
+        )
+
+    def explain(self, summary: StepSummary | None = None) -> str:
+        """Which executor runs what, why, why not the others, and the bytes and floor of a step (a model).
+
+        Without a `summary` the step is the largest that the plan holds.
+        """
+        lines = [str(self)]
+        for operation, choice in (("attend", self.attend_choice), ("store", self.store_choice)):
+            lines.append(f"  {operation}: {choice.executor.name} ({choice.reason})")
+            lines += [f"    not {name}: {reason}" for name, reason in choice.passed_over]
+        if summary is None:
+            pairs = self.max_tokens * self.max_cache_length
+            keys, tokens, partitions = self.max_batch * self.max_cache_length, self.max_tokens, self.num_partitions
+        else:
+            pairs, keys, tokens = summary.scored_pairs, summary.key_tokens, summary.query_tokens
+            partitions = summary.num_partitions
+        cost = attention_cost(
+            self.layout,
+            num_heads=self.num_heads,
+            query_tokens=tokens,
+            key_tokens=keys,
+            scored_pairs=pairs,
+            io_bytes=self.dtype.itemsize,
+        )
+        what = "the largest step" if summary is None else "this step"
+        lines.append(f"  partitions: {partitions}; workspace: {self.workspace.nbytes:,} bytes")
+        lines.append(f"  {what}, one layer: {cost.bytes:,} bytes, {cost.flops:,} FLOPs")
+        floors = ", ".join(
+            f"{gpu.name} {cost.floor_us(gpu, fp8_mma=self.layout.quantised):,.1f} us" for gpu in GPUS
+        )
+        lines.append(f"  floor at published peaks (model, not measured): {floors}")
+        return "\n".join(lines)
+
+    def _same(self, what: str, held: object, got: object) -> None:
+        if held != got:
+            raise ValueError(f"plan holds {what} {held}; got {got}. Make another plan for it.")
+
+    def _at_most(self, what: str, held: int, got: int) -> None:
+        if got > held:
+            raise ValueError(f"plan holds {held} {what}; got {got}. Make a larger plan.")
+
+
+def plan(
+    *,
+    layout: CacheLayout | str,
+    num_heads: int,
+    page_size: int,
+    max_batch: int,
+    max_tokens: int,
+    max_cache_length: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    sm_scale: float,
+    causal: bool = True,
+    num_partitions: int | None = None,
+    executor: str = AUTO,
+) -> Plan:
+    """Fix everything about a series of steps but their lengths and tables.
+
+    layout            a CacheLayout, or the name of one (latent 512, rope 64)
+    num_heads         query heads on this device; page_size: tokens a page
+    max_batch         requests a step; max_tokens: query tokens a step; max_cache_length: keys a request, after the step
+    dtype, device     of the queries
+    num_partitions    parts that a decode row's keys are cut into; None leaves it to the executor. The values' dispatch
+                      metadata, where present, overrides it from step to step, up to this number
+    executor          "auto", or one by name
+
+    Raises ValueError for capacities below 1 and for what no executor can run.
+    """
+    if isinstance(layout, str):
+        layout = get_layout(layout)
+    capacities = {
+        "num_heads": num_heads,
+        "page_size": page_size,
+        "max_batch": max_batch,
+        "max_tokens": max_tokens,
+        "max_cache_length": max_cache_length,
+        "num_partitions": 1 if num_partitions is None else num_partitions,
+    }
+    for name, value in capacities.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            refuse(name, "an int", value, error=TypeError)
+        if value < 1:
+            refuse(name, "at least 1", value)
+    device = torch.device(device)
+    attend_choice, store_choice = (
+        choose(Configuration(operation, layout, device, num_heads, page_size, dtype), executor)
+        for operation in ("attend", "store")
+    )
+    partitions = capacities["num_partitions"]
+    shape = (partitions, max_tokens, num_heads)
+    return Plan(
+        layout=layout,
+        num_heads=num_heads,
+        page_size=page_size,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
+        max_cache_length=max_cache_length,
+        dtype=dtype,
+        device=device,
+        sm_scale=sm_scale,
+        causal=causal,
+        num_partitions=partitions,
+        attend_choice=attend_choice,
+        store_choice=store_choice,
+        workspace=Workspace(torch.full(shape, -torch.inf, dtype=torch.float32, device=device)),
+    )
+
+
+def _host_copy(tensor: Tensor | None, copy: Tensor | None, name: str, size: int) -> Tensor:
+    source = copy if copy is not None else tensor
+    if source is None or source.device.type != "cpu":
+        refuse(name, f"a copy [{size}] on the host, since the tensor itself is on a device", copy)
+    return expect_tensor(source, name, [size], (*INDEX_DTYPES, torch.int64))

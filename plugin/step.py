@@ -1,0 +1,146 @@
+"""One call's arguments, bound and checked: what every executor is handed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import INDEX_DTYPES, checks_enabled, expect_same_device, expect_tensor, host_int, refuse
+from pagedmla.kv_cache.collection import PagedKVCacheCollection
+from pagedmla.kv_cache.layouts import CacheLayout, resolve_layout
+from pagedmla.kv_cache.tables import int32_view, int64_lengths
+from pagedmla.kv_cache.validation import check_ids, check_live_values, check_table_width, live_pages
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
+
+
+@dataclass(frozen=True)
+class Step:
+    """The cache of one device, the layout of its rows, and which query tokens belong to which request."""
+
+    values: KVCacheInputsPerDevice
+    cache: PagedKVCacheCollection
+    layout: CacheLayout
+    layer: int
+    query_start_loc: Tensor  # [B + 1] int32
+    num_tokens: int
+
+    @property
+    def batch(self) -> int:
+        return int(self.cache.cache_lengths.shape[0])
+
+    @property
+    def on_host(self) -> bool:
+        """Whether lengths and tables can be read without a device sync."""
+        return self.cache.cache_lengths.device.type == "cpu"
+
+    def query_lens(self) -> Tensor:
+        return self.query_start_loc.to(torch.int64).diff()
+
+    def kv_lens(self) -> Tensor:
+        """Keys each request can see this step: cache_length + query length, int64 `[B]`."""
+        return (int64_lengths(self.cache.cache_lengths) + self.query_lens()).clamp(min=0)
+
+    def decode_requests(self) -> int | None:
+        """How many requests stand first and are decode rows, by `mixed_step_split`; None where it isn't given."""
+        split = self.values.mixed_step_split
+        if split is None:
+            return None
+        expect_tensor(split, "mixed_step_split", [2], (torch.int32,), "It is (requests, query tokens), on the host.")
+        if split.device.type != "cpu":
+            refuse("mixed_step_split", "a tensor on the host", f"one on {split.device}")
+        requests, tokens = split.tolist()
+        if not 0 <= requests <= self.batch:
+            refuse("mixed_step_split", f"0 to {self.batch} requests", split.tolist())
+        if self.on_host and int(self.query_start_loc[requests]) != tokens:
+            refuse(
+                "mixed_step_split",
+                f"{int(self.query_start_loc[requests])} query tokens for the first {requests} requests",
+                split.tolist(),
+            )
+        return requests
+
+    def max_query_length(self) -> int:
+        """Largest query length of the step: exact on the host, else the caller's bound."""
+        if self.on_host:
+            return int(self.query_lens().max()) if self.batch else 0
+        return host_int(self.values.max_prompt_length, "max_prompt_length")
+
+    def check_reads(self, check: bool | None) -> None:
+        """Checks before attention: table width and ids on the host, scales and bytes too on request."""
+        if not (self.on_host or checks_enabled(check)):
+            return
+        kv_lens = self.kv_lens()
+        check_table_width(self.cache, kv_lens)
+        live = live_pages(self.cache, kv_lens)
+        check_ids(self.cache, live)
+        if checks_enabled(check):
+            self._check_bounds(kv_lens)
+            check_live_values(self.cache, self.layout, self.layer, live)
+
+    def check_writes(self, check: bool | None) -> None:
+        """Checks before a store through the tables: width on the host, ids too on request."""
+        if not (self.on_host or checks_enabled(check)):
+            return
+        kv_lens = self.kv_lens()
+        check_table_width(self.cache, kv_lens)
+        if checks_enabled(check):
+            self._check_bounds(kv_lens)
+            check_ids(self.cache, live_pages(self.cache, kv_lens))
+
+    def _check_bounds(self, kv_lens: Tensor) -> None:
+        """max_* are upper bounds: a row above them is a lie that a captured launch would act on."""
+        longest_query = int(self.query_lens().max()) if self.batch else 0
+        longest_kv = int(kv_lens.max()) if self.batch else 0
+        if longest_query > self.cache.max_prompt_length:
+            refuse("max_prompt_length", f"at least {longest_query}, the longest query", self.cache.max_prompt_length)
+        if longest_kv > self.cache.max_cache_length:
+            refuse("max_cache_length", f"at least {longest_kv}, the longest kv_len", self.cache.max_cache_length)
+
+
+def bind_step(
+    values: KVCacheInputsPerDevice,
+    layer: int,
+    layout: CacheLayout | str,
+    query_start_loc: Tensor | None,
+    tokens: Tensor,
+    tokens_name: str,
+) -> Step:
+    """Check and bind what attend and store share. `tokens [T, ...]` holds the step's tokens.
+
+    Rows of `tokens` past query_start_loc[-1] are the padding of a captured graph.
+    """
+    values = single_device(values)
+    layout = resolve_layout(layout, values.kv_blocks, values.kv_scales)
+    cache = values.collection(layout.pool_granularity)
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        refuse("layer", "an int", layer, error=TypeError)
+    if not 0 <= layer < cache.num_layers:
+        raise IndexError(f"layer: {layer} is out of range for a cache of {cache.num_layers} layers")
+    expect_same_device(cache.blocks, "kv_blocks", **{tokens_name: tokens})
+    batch, num_tokens = int(cache.cache_lengths.shape[0]), int(tokens.shape[0])
+    if query_start_loc is None:
+        if num_tokens != batch:
+            refuse(
+                tokens_name,
+                f"{batch} tokens, one for each request, since query_start_loc is absent",
+                f"{num_tokens}",
+                "For several tokens a request pass query_start_loc [B + 1] int32.",
+            )
+        query_start_loc = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device)
+    else:
+        expect_tensor(query_start_loc, "query_start_loc", [batch + 1], (*INDEX_DTYPES, torch.int64))
+        expect_same_device(cache.blocks, "kv_blocks", query_start_loc=query_start_loc)
+        query_start_loc = int32_view(query_start_loc).to(torch.int32)
+        if query_start_loc.device.type == "cpu":
+            _check_starts(query_start_loc, num_tokens, tokens_name)
+    return Step(values, cache, layout, layer, query_start_loc, num_tokens)
+
+
+def _check_starts(query_start_loc: Tensor, num_tokens: int, tokens_name: str) -> None:
+    starts = query_start_loc.tolist()
+    if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:])):
+        refuse("query_start_loc", "0 first, then rising or equal", starts)
+    if starts[-1] > num_tokens:
+        refuse("query_start_loc", f"at most {num_tokens}, the tokens of {tokens_name}, at its end", starts[-1])

@@ -1,0 +1,162 @@
+"""Attention and store without a Python loop over tokens or heads: the CPU executor ("torch").
+
+Attention is the online softmax over chunks of keys (arXiv 2205.14135), in float32, one request at a time: a chunk of
+cached rows is gathered and dequantised, never the pool. Store is one gather-quantise-scatter for all tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedmla.kv_cache.collection import PagedKVCacheCollection
+from pagedmla.kv_cache.layouts import CacheLayout, is_per_tensor
+from pagedmla.kv_cache.paged_tensor import PagedTensor, raw_view
+from pagedmla.kv_cache.splits import split_bounds
+from pagedmla.kv_cache.tables import ids_at, int64_lengths
+from pagedmla.reference.cache import read_rows
+from pagedmla.reference.merge import merge_states
+from pagedmla.reference.store import OUT_OF_POOL, PADDING
+
+KEY_CHUNK = 1024  # keys dequantised at once: 2.3 MB of float32 rows
+ROW_CHUNK = 2048  # query rows against them: 8 MB of logits
+
+
+def attend(
+    q: Tensor,
+    cache: PagedKVCacheCollection,
+    layout: CacheLayout,
+    layer: int,
+    query_start_loc: Tensor,
+    *,
+    sm_scale: float,
+    causal: bool = True,
+    num_partitions: int = 1,
+    decode_requests: int | None = None,
+    partial_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attention.attend`, in float32: (out `[T, H, latent]`, lse `[T, H]`).
+
+    The keys of the first `decode_requests` requests (None: all) are cut into `num_partitions` ranges of whole pages
+    whose states are merged; the others' stay whole. `partial_lse [num_partitions, >= T, H]` receives the LSE of each
+    part.
+    """
+    tokens, heads, _ = q.shape
+    out = q.new_zeros(tokens, heads, layout.latent, dtype=torch.float32)
+    lse = q.new_full((tokens, heads), -torch.inf, dtype=torch.float32)
+    if partial_lse is not None:
+        partial_lse[:num_partitions, :tokens] = -torch.inf
+    bounds = query_start_loc.tolist()
+    for b, cache_length in enumerate(int64_lengths(cache.cache_lengths).tolist()):
+        first, end = bounds[b], bounds[b + 1]
+        kv_len = max(0, cache_length + end - first)
+        if first == end or kv_len == 0:
+            continue
+        parts = num_partitions if decode_requests is None or b < decode_requests else 1
+        ranges = [split_bounds(kv_len, part, parts, cache.page_size) for part in range(parts)]
+        block = max(1, ROW_CHUNK // heads)
+        for t in range(first, end, block):
+            rows = slice(t, min(t + block, end))
+            last_seen = torch.arange(rows.start, rows.stop, device=q.device) - first + cache_length
+            if not causal:
+                last_seen = torch.full_like(last_seen, kv_len - 1)
+            scaled = q[rows].float() * sm_scale
+            states = [_attend_range(scaled, cache, layout, layer, b, last_seen, *keys) for keys in ranges]
+            outs, lses = (torch.stack(each) for each in zip(*states))
+            if partial_lse is not None:
+                partial_lse[:parts, rows] = lses
+            out[rows], lse[rows] = merge_states(outs, lses) if parts > 1 else (outs[0], lses[0])
+    return out, lse
+
+
+def _attend_range(
+    q: Tensor,
+    cache: PagedKVCacheCollection,
+    layout: CacheLayout,
+    layer: int,
+    request: int,
+    last_seen: Tensor,
+    start: int,
+    stop: int,
+) -> tuple[Tensor, Tensor]:
+    """State of `q [n, H, width]` (scaled) over keys start .. stop - 1; row i sees keys up to last_seen[i]."""
+    n, heads, _ = q.shape
+    flat = q.reshape(n * heads, -1)
+    last = last_seen.repeat_interleave(heads).unsqueeze(1)  # [rows, 1]
+    peak = flat.new_full((n * heads, 1), -torch.inf)
+    total = flat.new_zeros(n * heads, 1)
+    acc = flat.new_zeros(n * heads, layout.latent)
+    first_seen, last_key = int(last_seen.min()), int(last_seen.max())
+    for chunk in range(start, min(stop, last_key + 1), KEY_CHUNK):
+        chunk_end = min(chunk + KEY_CHUNK, stop, last_key + 1)
+        keys = read_rows(cache, layout, layer, request, chunk, chunk_end, torch.float32)
+        logits = flat @ keys.T  # [rows, keys]
+        values = keys[:, : layout.latent]
+        if chunk_end - 1 > first_seen:  # some rows don't see some keys: mask the values too, 0 * NaN is NaN
+            unseen = torch.arange(chunk, chunk_end, device=q.device) > last
+            logits.masked_fill_(unseen, -torch.inf)
+            values = values.nan_to_num()
+        new_peak = torch.maximum(peak, logits.amax(1, keepdim=True))
+        anchor = new_peak.masked_fill(new_peak == -torch.inf, 0.0)
+        weights = logits.sub_(anchor).exp_()
+        decay = torch.exp(peak - anchor)
+        total = total * decay + weights.sum(1, keepdim=True)
+        acc = acc.mul_(decay).addmm_(weights, values)
+        peak = new_peak
+    empty = peak == -torch.inf
+    lse = (peak + total.log()).masked_fill(empty, -torch.inf)
+    out = (acc / total).masked_fill(empty, 0.0)
+    return out.view(n, heads, -1), lse.view(n, heads)
+
+
+def slots_of_step(cache: PagedKVCacheCollection, query_start_loc: Tensor, table: Tensor) -> Tensor:
+    """As `reference.store.slots_of_step`."""
+    starts = query_start_loc.to(torch.int64)
+    lengths = starts.diff()
+    row = torch.repeat_interleave(torch.arange(lengths.numel(), device=starts.device), lengths)
+    token = torch.arange(row.numel(), device=starts.device)
+    position = int64_lengths(cache.cache_lengths)[row] + token - starts[row]
+    real = position.clamp(min=0)
+    if table.shape[1] == 0:
+        return torch.full_like(position, PADDING)
+    page = ids_at(table, row, real // cache.page_size)
+    slot = page * cache.page_size + real % cache.page_size
+    slot = torch.where(page < 0, OUT_OF_POOL, slot)
+    return torch.where(position < 0, PADDING, slot)
+
+
+def store(
+    latent: Tensor,
+    rope: Tensor,
+    cache: PagedKVCacheCollection,
+    layout: CacheLayout,
+    layer: int,
+    slots: Tensor,
+    scale_slots: Tensor,
+    *,
+    power_of_two: bool = False,
+) -> Tensor:
+    """As `reference.store.store`; returns the dropped tokens, int64 `[dropped]`."""
+    page_size = cache.page_size
+    separate = cache.scale_pool is not None and not layout.inline_scales
+    in_pools = _in_pool(slots, cache.value_pool)
+    if separate and cache.scale_pool is not None:
+        in_pools &= _in_pool(scale_slots, cache.scale_pool)
+    keep = in_pools & (slots != PADDING)
+    page, slot = slots[keep] // page_size, slots[keep] % page_size
+    sigma, scale_dtype, scales = None, torch.float32, None
+    if separate and cache.scale_pool is not None:
+        scales = cache.scale_pool.layer(0, layer).squeeze(2)
+        scale_page, scale_slot = scale_slots[keep] // page_size, scale_slots[keep] % page_size
+        scale_dtype = scales.dtype
+        if is_per_tensor(cache.scale_pool.tensor):
+            sigma = raw_view(scales)[scale_page, scale_slot].view(scale_dtype)
+    made = layout.quantize(latent[keep], rope[keep], sigma=sigma, power_of_two=power_of_two, scale_dtype=scale_dtype)
+    raw_view(cache.value_pool.layer(0, layer).squeeze(2))[page, slot] = raw_view(made.values)
+    if scales is not None and sigma is None and made.scales is not None:
+        raw_view(scales)[scale_page, scale_slot] = raw_view(made.scales)
+    return torch.nonzero((slots != PADDING) & ~in_pools).flatten()
+
+
+def _in_pool(slots: Tensor, pool: PagedTensor) -> Tensor:
+    return (slots >= 0) & (slots < pool.num_pages * pool.page_size)

@@ -1,0 +1,31 @@
+"""From token positions to page ids and row offsets.
+
+A tile of keys lies in one page where the page size is a multiple of the tile: its id is then one scalar. Elsewhere every token
+looks its page up. Ids become int64 here, before a stride multiplies them; uint32 ids keep their value.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_pages(table_row, begin, end, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Page ids of tokens `begin .. begin + TILE`: int64, a scalar or [TILE]. Columns at or past ceil(end / PAGE_SIZE) aren't read.
+
+    table_row  pointer to this request's row of a lookup table, int32 or uint32
+    begin      first token, a multiple of TILE
+    """
+    if PAGE_SIZE % TILE == 0:
+        return tl.load(table_row + begin // PAGE_SIZE, mask=begin < end, other=0).to(tl.int64)
+    else:
+        token = begin + tl.arange(0, TILE)
+        return tl.load(table_row + token // PAGE_SIZE, mask=token < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def row_offsets(pages, begin, stride_page, stride_slot, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Element offsets of the rows of tokens `begin .. begin + TILE`: int64 [TILE]."""
+    slot = begin % PAGE_SIZE + tl.arange(0, TILE)
+    if PAGE_SIZE % TILE != 0:
+        slot = slot % PAGE_SIZE
+    return pages * stride_page + slot.to(tl.int64) * stride_slot

@@ -1,0 +1,32 @@
+"""Which request a tile of rows belongs to, when tiles of all requests stand on one grid axis.
+
+A request's rows are its query tokens times its heads, token-major. Request `b` owns the tiles from
+`query_start_loc[b] * heads // ROWS + b` on: consecutive starts are at least as far apart as the request has tiles, so the grid
+size `tokens * heads // ROWS + requests + 1` follows from capacities alone and no prefix sum over tiles is needed.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_tile(query_start_loc, request, heads, ROWS: tl.constexpr):
+    """The tile of the grid at which the rows of `request` start."""
+    return tl.load(query_start_loc + request) * heads // ROWS + request
+
+
+@triton.jit
+def find_request(query_start_loc, tile, requests, heads, ROWS: tl.constexpr):
+    """The last request whose first tile is at or before `tile`, by bisection; `requests` stands for the padding rows.
+
+    query_start_loc  pointer to int32 [requests + 1], ascending from 0
+    """
+    low = 0
+    high = requests
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first_tile(query_start_loc, middle, heads, ROWS) <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,340 @@
+"""Store: quantise this step's latent and rope and write them, with their scales, into the cache.
+
+contract   latent [T, L], rope [T, 64] bf16/fp16/float32; token i of request b goes to position cache_length[b] + i, whose
+           page both tables name (`store`), or to the slot that a mapping names (`store_slots`).
+           Writes exactly a row's bytes and its scales. A scale plane that is one repeated address is read instead.
+           Dropped whole, values and scales: tokens past query_start_loc[B], negative slots and positions, positions past
+           the table, page ids outside either pool
+meaning    pagedmla.kv_cache.layouts.CacheLayout.quantize, byte for byte
+grid       (ceildiv(T, 16),): 16 tokens a program keep neighbouring sigmas in one 64-byte line
+cost       1,152 bytes read (bf16) and 644 written (fp8_rope_bf16) a token: 0.37 us per 1,000 tokens at 4.8 TB/s
+limits     latent 512 or 256; rope 64; columns of a row adjacent. Two tokens with one slot: either may win
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import ceildiv, expect_same_device, expect_tensor, refuse
+from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.triton_kernels.device.encode import encode_e4m3
+from pagedmla.triton_kernels.device.token_requests import find_token_requests
+from pagedmla.triton_kernels.device.saturate import saturate
+from pagedmla.triton_kernels.device.sigma import measure_sigma, pack_sigma, unpack_sigma
+from pagedmla.triton_kernels.launch import launch
+from pagedmla.triton_kernels.planes import (
+    ROPE,
+    WIDE_DTYPES,
+    as_bytes,
+    as_int32,
+    check_planes,
+    check_table,
+    constants,
+    is_repeated,
+)
+
+TOKENS = 16
+_SIGMA_LIMITS = {  # see pagedmla.kv_cache.quantise
+    torch.float32: (2.0**-100, 2.0**119),
+    torch.float16: (2.0**-24, 146.125),
+    torch.float8_e8m0fnu: (2.0**-100, 2.0**119),
+}
+
+
+def store(
+    latent: Tensor,
+    rope: Tensor,
+    planes: RowPlanes,
+    lookup_table: Tensor,
+    cache_lengths: Tensor,
+    query_start_loc: Tensor,
+    scales_lookup_table: Tensor | None = None,
+    *,
+    power_of_two: bool = False,
+) -> None:
+    """Write this step's tokens through the tables.
+
+    lookup_table, scales_lookup_table [B, W] int32 or uint32; cache_lengths [B], query_start_loc [B + 1] int32 or uint32.
+    `power_of_two` rounds measured scales up to one. Without a table of their own the scales follow lookup_table.
+    """
+    requests = cache_lengths.shape[0] if cache_lengths.dim() == 1 else -1
+    lengths = as_int32(cache_lengths, "cache_lengths", [requests])
+    start_loc = as_int32(query_start_loc, "query_start_loc", [requests + 1])
+    check_table(lookup_table, "lookup_table", requests)
+    if scales_lookup_table is None or planes.scales_in_value_pages:
+        scales_lookup_table = lookup_table
+    check_table(scales_lookup_table, "scales_lookup_table", requests, lookup_table.shape[1])
+    expect_same_device(
+        latent, "latent", lookup_table=lookup_table, scales_lookup_table=scales_lookup_table, cache_lengths=lengths,
+        query_start_loc=start_loc,
+    )
+    if requests == 0:
+        return
+    _launch(
+        latent, rope, planes, power_of_two, False, lookup_table, scales_lookup_table, lengths, start_loc, requests,
+        lookup_table.shape[1], lookup_table.stride(0), scales_lookup_table.stride(0),
+    )
+
+
+def store_slots(
+    latent: Tensor,
+    rope: Tensor,
+    planes: RowPlanes,
+    slot_mapping: Tensor,
+    scales_slot_mapping: Tensor | None = None,
+    *,
+    power_of_two: bool = False,
+) -> None:
+    """Write this step's tokens to the slots an engine has chosen: `page * page_size + slot`, -1 for padding.
+
+    slot_mapping, scales_slot_mapping [T] int64. Without a mapping of their own the scales follow slot_mapping.
+    """
+    tokens = latent.shape[0]
+    expect_tensor(slot_mapping, "slot_mapping", [tokens], [torch.int64])
+    if scales_slot_mapping is None or planes.scales_in_value_pages:
+        scales_slot_mapping = slot_mapping
+    expect_tensor(scales_slot_mapping, "scales_slot_mapping", [tokens], [torch.int64])
+    expect_same_device(latent, "latent", slot_mapping=slot_mapping, scales_slot_mapping=scales_slot_mapping)
+    _launch(
+        latent, rope, planes, power_of_two, True, slot_mapping, scales_slot_mapping, None, None, 0, 0,
+        slot_mapping.stride(0), scales_slot_mapping.stride(0),
+    )
+
+
+def _launch(latent: Tensor, rope: Tensor, planes: RowPlanes, power_of_two: bool, slots: bool, *address: Any) -> None:
+    check_planes(planes)
+    pages, page_size, columns = planes.latent.shape
+    expect_tensor(latent, "latent", [None, columns], WIDE_DTYPES)
+    expect_tensor(rope, "rope", [latent.shape[0], ROPE], WIDE_DTYPES)
+    for name, rows in (("latent", latent), ("rope", rope)):
+        if rows.stride(1) != 1:
+            refuse(name, "adjacent columns (stride(1) 1)", rows.stride())
+    expect_same_device(latent, "latent", rope=rope, pool=planes.latent)
+    scales = planes.scales
+    if scales is None:
+        scale_pages, scale_strides = pages, (0, 0, 0)
+    else:
+        scale_pages, scale_strides = scales.shape[0], scales.stride()
+    tokens = latent.shape[0]
+    if tokens == 0 or pages == 0 or page_size == 0:
+        return
+    launch(
+        store_kernel,
+        (ceildiv(tokens, TOKENS),),
+        latent,
+        rope,
+        as_bytes(planes.latent),
+        as_bytes(planes.rope),
+        as_bytes(scales),
+        *address,
+        tokens,
+        page_size,
+        pages,
+        scale_pages,
+        latent.stride(0),
+        rope.stride(0),
+        *planes.latent.stride()[:2],
+        *planes.rope.stride()[:2],
+        *scale_strides,
+        SLOTS=slots,
+        **_constants(planes, power_of_two),
+        num_warps=4,
+    )
+
+
+def _constants(planes: RowPlanes, power_of_two: bool) -> dict[str, Any]:
+    known = constants(planes)
+    scale_dtype = torch.float32 if planes.scales is None else planes.scales.dtype
+    floor, ceiling = _SIGMA_LIMITS[scale_dtype]
+    known |= {
+        "FIXED_SIGMA": planes.scales is not None and is_repeated(planes.scales),
+        "POWER_OF_TWO": power_of_two or known["E8M0"],
+        "FLOOR": floor,
+        "CEILING": ceiling,
+        "GROUP_BLOCK": triton.next_power_of_2(min(known["GROUP"], known["LATENT"] + known["ROPE"])),
+        "TOKENS": TOKENS,
+    }
+    return known
+
+
+@triton.jit
+def store_kernel(
+    latent,  # [T, LATENT]
+    rope,  # [T, ROPE]
+    pool_latent,  # [pages, page_size, LATENT]
+    pool_rope,  # [pages, page_size, ROPE]
+    pool_scales,  # [scale_pages, page_size, GROUPS], or None
+    value_address,  # lookup_table [B, W], or slot_mapping [T]
+    scale_address,  # the same for the scales
+    cache_lengths,  # [B] int32; None with slots
+    query_start_loc,  # [B + 1] int32; None with slots
+    requests,
+    table_width,
+    stride_value_address,
+    stride_scale_address,
+    tokens,
+    page_size,
+    pages,
+    scale_pages,
+    stride_latent,
+    stride_rope,
+    stride_latent_page,
+    stride_latent_slot,
+    stride_rope_page,
+    stride_rope_slot,
+    stride_scales_page,
+    stride_scales_slot,
+    stride_scales_group,
+    SLOTS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    FP8_LATENT: tl.constexpr,
+    FP8_ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROPE_SCALED: tl.constexpr,
+    E8M0: tl.constexpr,
+    FIXED_SIGMA: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FLOOR: tl.constexpr,
+    CEILING: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    if SLOTS:
+        page, slot, scale_page, scale_slot = _find_slots(
+            value_address, scale_address, token, tokens, page_size, stride_value_address, stride_scale_address
+        )
+    else:
+        page, slot, scale_page = _find_pages(
+            value_address, scale_address, cache_lengths, query_start_loc, token, tokens, requests, page_size, table_width,
+            stride_value_address, stride_scale_address,
+        )
+        scale_slot = slot
+    kept = (page >= 0) & (page < pages) & (scale_page >= 0) & (scale_page < scale_pages)  # [TOKENS]
+
+    row = token.to(tl.int64)
+    latent_row = latent + row * stride_latent
+    rope_row = rope + row * stride_rope
+    pool_latent_row = pool_latent + page * stride_latent_page + slot * stride_latent_slot
+    pool_rope_row = pool_rope + page * stride_rope_page + slot * stride_rope_slot
+    if not FP8_LATENT:
+        _copy_columns(latent_row, pool_latent_row, kept, LATENT)
+        _copy_columns(rope_row, pool_rope_row, kept, ROPE)
+    else:
+        scales_row = pool_scales + scale_page * stride_scales_page + scale_slot * stride_scales_slot
+        for group in range(GROUPS):
+            sigma = _store_group(
+                latent_row, rope_row, pool_latent_row, pool_rope_row, scales_row, group, kept,
+                LATENT, ROPE, FP8_ROPE, GROUP, E8M0, FIXED_SIGMA, POWER_OF_TWO, FLOOR, CEILING, GROUP_BLOCK,
+            )
+            if ROPE_SCALED and not FP8_ROPE:
+                _copy_divided(rope_row, pool_rope_row, sigma, kept, ROPE)
+            scales_row += stride_scales_group
+        if not ROPE_SCALED:
+            _copy_columns(rope_row, pool_rope_row, kept, ROPE)
+
+
+@triton.jit
+def _store_group(
+    latent_row,
+    rope_row,
+    pool_latent_row,
+    pool_rope_row,
+    scale,
+    group,
+    kept,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    FP8_ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    E8M0: tl.constexpr,
+    FIXED_SIGMA: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FLOOR: tl.constexpr,
+    CEILING: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+):
+    """Quantise and write the columns of one scale group, and its scale. Returns that scale as float32 [TOKENS]."""
+    offset = tl.arange(0, GROUP_BLOCK)
+    column = (group * GROUP + offset)[None, :]
+    in_group = kept[:, None] & (offset < GROUP)[None, :]
+    in_latent = in_group & (column < LATENT)
+    x = tl.load(latent_row[:, None] + column, mask=in_latent, other=0.0).to(tl.float32)  # [TOKENS, GROUP_BLOCK]
+    if FP8_ROPE:
+        in_rope = in_group & (column >= LATENT) & (column < LATENT + ROPE)
+        rope_x = tl.load(rope_row[:, None] + (column - LATENT), mask=in_rope, other=0.0).to(tl.float32)
+        x = tl.where(column < LATENT, x, rope_x)
+    if FIXED_SIGMA:
+        sigma = unpack_sigma(tl.load(scale, mask=kept, other=1), E8M0)
+    else:
+        magnitude = tl.abs(x)
+        amax = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
+        packed = pack_sigma(measure_sigma(amax, FLOOR, CEILING, POWER_OF_TWO), E8M0, scale.dtype.element_ty)
+        tl.store(scale, packed, mask=kept)
+        sigma = unpack_sigma(packed, E8M0)
+    code = encode_e4m3(x * tl.div_rn(1.0, sigma)[:, None])
+    tl.store(pool_latent_row[:, None] + column, code, mask=in_latent)
+    if FP8_ROPE:
+        tl.store(pool_rope_row[:, None] + (column - LATENT), code, mask=in_rope)
+    return sigma
+
+
+@triton.jit
+def _copy_columns(source_row, target_row, kept, COLUMNS: tl.constexpr):
+    """Copy rows; the same dtype keeps its bits, a narrower one saturates."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(source_row[:, None] + column, mask=kept[:, None])
+    tl.store(target_row[:, None] + column, saturate(x, target_row.dtype.element_ty), mask=kept[:, None])
+
+
+@triton.jit
+def _copy_divided(source_row, target_row, sigma, kept, COLUMNS: tl.constexpr):
+    """Copy rows times 1 / sigma, which is how a prescaled rope is stored."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    x = tl.load(source_row[:, None] + column, mask=kept[:, None]).to(tl.float32) * tl.div_rn(1.0, sigma)[:, None]
+    tl.store(target_row[:, None] + column, saturate(x, target_row.dtype.element_ty), mask=kept[:, None])
+
+
+@triton.jit
+def _find_pages(
+    lookup_table,
+    scales_lookup_table,
+    cache_lengths,
+    query_start_loc,
+    token,
+    tokens,
+    requests,
+    page_size,
+    table_width,
+    stride_table,
+    stride_scales_table,
+):
+    """Page, slot and scale page of each token, int64; pages are -1 where a token has none."""
+    request = find_token_requests(query_start_loc, requests, token)
+    real = (token < tokens) & (request < requests)
+    first = tl.load(query_start_loc + request, mask=real, other=0)
+    position = tl.load(cache_lengths + request, mask=real, other=-1).to(tl.int64) + (token - first)
+    column = position // page_size
+    real &= (position >= 0) & (column < table_width)
+    row = request.to(tl.int64)
+    page = tl.load(lookup_table + row * stride_table + column, mask=real, other=0).to(tl.int64)
+    scale_page = tl.load(scales_lookup_table + row * stride_scales_table + column, mask=real, other=0).to(tl.int64)
+    return tl.where(real, page, -1), position % page_size, tl.where(real, scale_page, -1)
+
+
+@triton.jit
+def _find_slots(slot_mapping, scales_slot_mapping, token, tokens, page_size, stride_mapping, stride_scales_mapping):
+    """Page, slot, scale page and scale slot of each token, int64; pages are -1 where a token has none."""
+    index = token.to(tl.int64)
+    place = tl.load(slot_mapping + index * stride_mapping, mask=token < tokens, other=-1)
+    scale_place = tl.load(scales_slot_mapping + index * stride_scales_mapping, mask=token < tokens, other=-1)
+    page = tl.where(place >= 0, place // page_size, -1)
+    scale_page = tl.where(scale_place >= 0, scale_place // page_size, -1)
+    return page, place % page_size, scale_page, scale_place % page_size
