@@ -42,9 +42,7 @@ def describe(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def refuse(
-    name: str, expected: str, got: object, hint: str = "", error: type[Exception] = ValueError
-) -> NoReturn:
+def refuse(name: str, expected: str, got: object, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:
     """Raise `error` in the one form that every refusal of this package has."""
     shown = got if isinstance(got, str) else describe(got) if isinstance(got, Tensor) or got is None else repr(got)
     raise error(f"{name}: expected {expected}; got {shown}." + (f" {hint}" if hint else ""))

@@ -122,9 +122,7 @@ class PagedKVCache:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def load(
-        self, bs: Index, head: Index, tok: Index, dim: Index, output_dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def load(self, bs: Index, head: Index, tok: Index, dim: Index, output_dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantised elements in `output_dtype`; each takes its own group's scale, multiplied in the scale's dtype.
 
         float8_e8m0fnu scales have no arithmetic: they multiply in float32, exactly (powers of two).
@@ -240,9 +238,11 @@ class PagedKVCache:
         return page * _rows_per_page(pool) + tok % self.collection.page_size
 
     def _broadcast(self, *index: Index) -> tuple[Tensor, ...]:
-        device = self.collection.blocks.device
-        tensors = [torch.as_tensor(i, device=device).to(torch.int64) for i in index]
-        return tuple(torch.broadcast_tensors(*tensors))
+        tensors = [torch.as_tensor(i, device=self.collection.blocks.device) for i in index]
+        for tensor in tensors:
+            if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+                refuse("index", "integers", tensor, error=TypeError)
+        return tuple(torch.broadcast_tensors(*(tensor.to(torch.int64) for tensor in tensors)))
 
     def _check_element(self, head: Tensor, dim: Tensor) -> None:
         params = self.collection.kv_params
@@ -259,7 +259,7 @@ class PagedKVCache:
             at = int(column.argmax())
             raise IndexError(
                 f"{table_name}: row {int(bs.flatten()[at])} needs column {int(column.max())} for token "
-                f"{int(tok.flatten()[at])} (page size {self.collection.page_size}); the table has {table.shape[1]} columns"
+                f"{int(tok.flatten()[at])} in pages of {self.collection.page_size}; got {table.shape[1]} columns"
             )
         return ids_at(table, bs, column)
 
@@ -409,7 +409,7 @@ def _check_tables(blocks: Tensor, cache_lengths: Tensor, **tables: Tensor | None
     expect_tensor(cache_lengths, "cache_lengths", [None], INDEX_DTYPES)
     batch = cache_lengths.shape[0]
     for name, table in tables.items():
-        if table is not None:
+        if table is not None or name == "lookup_table":
             expect_tensor(table, name, [batch, None], INDEX_DTYPES, f"The batch is {batch}, from cache_lengths.")
     expect_same_device(blocks, "blocks", cache_lengths=cache_lengths, **tables)
 

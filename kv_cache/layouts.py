@@ -14,7 +14,7 @@ pool to a kernel as strided views. Widths below are for a latent of 512 and a ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -71,7 +71,11 @@ class CacheLayout:
             refuse("layout", "latent and rope of at least 1 column", f"latent={self.latent}, rope={self.rope}")
 
     def __str__(self) -> str:
-        return self.name
+        """The name, and whatever isn't as usual: `fp8_flat (latent 256, granularity 64)`."""
+        parameters = [f"{field.name} {getattr(self, field.name)}" for field in fields(self)]
+        usual = [f"{field.name} {field.default}" for field in fields(self)]
+        unusual = [shown for shown, expected in zip(parameters, usual) if shown != expected]
+        return f"{self.name} ({', '.join(unusual)})" if unusual else self.name
 
     # What each layout says for itself.
 
@@ -165,8 +169,8 @@ class CacheLayout:
         if scales is None:
             refuse("kv_scales", f"{wanted} {goes_with}", None)
         if scales.dim() != 6 or list(scales.shape[1:]) != shape or scales.dtype not in self.scale_dtypes:
-            hint = 'For grouped scales use layout "fp8_flat" with its granularity.' if self.scales_per_token == 1 else ""
-            refuse("kv_scales", f"{wanted} {goes_with}", scales, hint)
+            hint = 'For grouped scales use layout "fp8_flat" with its granularity.'
+            refuse("kv_scales", f"{wanted} {goes_with}", scales, hint if self.scales_per_token == 1 else "")
 
     def planes(self, values: PagedTensor, scales: PagedTensor | None, layer: int) -> RowPlanes:
         """One layer as views (see RowPlanes). The pools must have passed `check_pool`."""
@@ -265,9 +269,6 @@ class Fp8Flat(CacheLayout):
         if self.granularity is not None and self.granularity < 1:
             refuse("granularity", "at least 1 column", self.granularity)
 
-    def __str__(self) -> str:
-        return self.name if self.granularity is None else f"{self.name} (granularity {self.granularity})"
-
     @property
     def row_elements(self) -> int:
         return self.width
@@ -325,6 +326,11 @@ class Fp8RopeBf16(CacheLayout):
 
     name = "fp8_rope_bf16"
     scale_dtypes = (torch.float32,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.latent % 2:
+            refuse("layout", f"an even latent for {self.name}, since bf16 numbers follow it", f"latent={self.latent}")
 
     @property
     def row_elements(self) -> int:
@@ -409,6 +415,12 @@ class Fp8DsMla(CacheLayout):
     inline_scales = True
 
     GROUP: ClassVar[int] = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.latent % 4 or self.rope % 2:
+            got = f"latent={self.latent}, rope={self.rope}"
+            refuse("layout", f"a latent of whole float32 and an even rope for {self.name}", got)
 
     @property
     def quantised(self) -> bool:
@@ -523,9 +535,15 @@ def _fit_to_scales(layout: Fp8Flat, groups: int) -> Fp8Flat:
             "layout",
             f"an Fp8Flat with its granularity, since {groups} scales don't divide a row of {layout.width} evenly",
             f"{layout.name!r}",
-            f'For example get_layout("fp8_flat", granularity={ceildiv(layout.width, groups)}).',
+            f'For example get_layout("fp8_flat", granularity={_likely_granularity(layout.width, groups)}).',
         )
     return replace(layout, granularity=layout.width // groups)
+
+
+def _likely_granularity(width: int, groups: int) -> int:
+    """A power of two that cuts `width` into that many groups, if there is one: 128 for five groups of 576."""
+    powers = [2**n for n in range(width.bit_length())]
+    return next((g for g in powers if ceildiv(width, g) == groups), ceildiv(width, groups))
 
 
 def per_tensor_scale(sigma: Tensor, blocks: Tensor) -> Tensor:

@@ -301,7 +301,7 @@ class PagedCacheValues(KVCacheInputsPerDevice):
         if self.n_devices != 1:
             refuse("to_graph_values", "one device", f"{self.n_devices} devices", "Take one with per_device(index).")
         single = self.per_device(0)
-        as_tensors = {
+        as_tensors: dict[str, Any] = {
             "max_prompt_length": _as_host_tensor(single.max_prompt_length, torch.uint32),
             "max_cache_length": _as_host_tensor(single.max_cache_length, torch.uint32),
             "page_stride": _as_host_tensor(single.page_stride, torch.int64),
@@ -327,7 +327,7 @@ def single_device(values: KVCacheInputsPerDevice) -> KVCacheInputsPerDevice:
         refuse("values", "PagedCacheValues or KVCacheInputsPerDevice", describe(values), error=TypeError)
     if isinstance(values, PagedCacheValues):
         if values.n_devices != 1:
-            refuse("values", "the cache of one device", f"{values.n_devices} devices", "Take one with per_device(index).")
+            refuse("values", "one device's cache", f"{values.n_devices} devices", "Take one with per_device(index).")
         return values.per_device(0)
     return values
 
@@ -339,11 +339,13 @@ def _as_host_tensor(value: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _on(actual: torch.device, wanted: torch.device) -> bool:
-    return actual.type == wanted.type and (wanted.index is None or actual.index == wanted.index)
+    if wanted.type == "cpu":
+        return actual.type == "cpu"
+    return actual == wanted or (actual.type == wanted.type and str(wanted) == wanted.type)
 
 
 def _device_list(mapping: Any) -> list[torch.device]:
-    if hasattr(mapping, "mesh") and hasattr(mapping, "device_type"):  # torch.distributed DeviceMesh
+    if hasattr(mapping, "mesh") and hasattr(mapping, "device_type"):  # a torch.distributed DeviceMesh
         kind = mapping.device_type
         ranks = mapping.mesh.flatten().tolist()
         return [torch.device(kind) if kind == "cpu" else torch.device(kind, rank) for rank in ranks]

@@ -8,31 +8,38 @@ __version__ = "0.1.0"
 if not (Path(__file__).parent / "kv_cache").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
-from pagedmla.kv_cache.checks import DroppedStoreWarning  # noqa: E402
-from pagedmla.kv_cache.collection import (  # noqa: E402
+from pagedmla.kv_cache.cache_report import CacheReport
+from pagedmla.kv_cache.checks import DroppedStoreWarning
+from pagedmla.kv_cache.collection import (
     KVCacheStaticParams,
     PagedKVCache,
     PagedKVCacheCollection,
     generic_get_paged_cache,
     generic_get_paged_cache_with_scales,
 )
-from pagedmla.kv_cache.convert import convert_rows  # noqa: E402
-from pagedmla.kv_cache.layouts import CacheLayout, QuantizedRows, get_layout, per_tensor_scale  # noqa: E402
-from pagedmla.kv_cache.values import (  # noqa: E402
+from pagedmla.kv_cache.convert import convert_rows
+from pagedmla.kv_cache.inspection import inspect
+from pagedmla.kv_cache.layouts import CacheLayout, QuantizedRows, get_layout, per_tensor_scale
+from pagedmla.kv_cache.page_pool import OutOfPagesError, PagePool
+from pagedmla.kv_cache.saving import load_cache, save_cache
+from pagedmla.kv_cache.values import (
     FlattenOrder,
     KVCacheInputsPerDevice,
     PagedCacheValues,
     SplitKVHeadDims,
 )
-from pagedmla.plugin.api import attend, merge_states, store  # noqa: E402
-from pagedmla.plugin.plan import Plan, plan  # noqa: E402
+from pagedmla.plugin.api import attend, merge_states, store
+from pagedmla.plugin.plan import Plan, plan
 
 __all__ = [
     "CacheLayout",
+    "CacheReport",
     "DroppedStoreWarning",
     "FlattenOrder",
     "KVCacheInputsPerDevice",
     "KVCacheStaticParams",
+    "OutOfPagesError",
+    "PagePool",
     "PagedCacheValues",
     "PagedKVCache",
     "PagedKVCacheCollection",
@@ -44,8 +51,11 @@ __all__ = [
     "generic_get_paged_cache",
     "generic_get_paged_cache_with_scales",
     "get_layout",
+    "inspect",
+    "load_cache",
     "merge_states",
     "per_tensor_scale",
     "plan",
+    "save_cache",
     "store",
 ]

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import DroppedStoreWarning, checks_enabled, dtype_name, expect_tensor, refuse
+from pagedmla.kv_cache.checks import (
+    DroppedStoreWarning,
+    checks_enabled,
+    dtype_name,
+    expect_same_device,
+    expect_tensor,
+    refuse,
+)
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 from pagedmla.plugin.executors import AUTO, AttendOptions, Configuration, choose
@@ -59,9 +66,7 @@ def attend(
     step.check_reads(check)
     decode_requests = step.decode_requests()
     if plan is None:
-        configuration = Configuration(
-            "attend", step.layout, q.device, int(q.shape[1]), step.cache.page_size, q.dtype
-        )
+        configuration = Configuration("attend", step.layout, q.device, int(q.shape[1]), step.cache.page_size, q.dtype)
         chosen = choose(configuration, executor).executor
         partitions = step.values.dispatch(step.max_query_length()).num_partitions or 1
         partial_lse = None
@@ -71,9 +76,7 @@ def attend(
         plan.check(step, q, sm_scale, causal)
         chosen, partitions = plan.attend_choice.executor, plan.partitions(step)
         partial_lse = plan.workspace.partial_lse
-    computed, lse = chosen.attend(
-        step, q, AttendOptions(sm_scale, causal, partitions, decode_requests, partial_lse)
-    )
+    computed, lse = chosen.attend(step, q, AttendOptions(sm_scale, causal, partitions, decode_requests, partial_lse))
     if out is None:
         return computed.to(q.dtype), lse.to(torch.float32)
     out.copy_(computed)
@@ -98,12 +101,12 @@ def store(
 
     latent, rope         `[T, latent]` after RMS norm and `[T, rope]` after rotary, any float dtype
     query_start_loc      as in `attend`: token i of request b goes to position cache_lengths[b] + i through the tables
-    slot_mapping         `[T]` int64 instead of the tables, as engines give it: page id * page_size + slot, -1 is padding
+    slot_mapping         `[T]` int64 instead of the tables, as engines give it: page id * page_size + slot, -1 pads
     scales_slot_mapping  the same for the scale pool; absent, slot_mapping serves both pools
     power_of_two         round measured scales up to powers of two
 
-    A token whose slot lies outside either pool is dropped whole, with a DroppedStoreWarning on the CPU; with `check` (or
-    PAGEDMLA_CHECK=1) it raises IndexError before anything is written. A per-tensor scale is read, never written.
+    A token whose slot lies outside either pool is dropped whole, with a DroppedStoreWarning on the CPU; with `check`
+    (or PAGEDMLA_CHECK=1) it raises IndexError before anything is written. A per-tensor scale is read, never written.
     """
     expect_tensor(latent, "latent", [None, None], FLOATS)
     expect_tensor(rope, "rope", [latent.shape[0], None], FLOATS, "It has a row for each row of latent.")
@@ -121,8 +124,13 @@ def store(
     for name, tensor, width in (("latent", latent, step.layout.latent), ("rope", rope, step.layout.rope)):
         if tensor.shape[1] != width:
             refuse(name, f"[*, {width}] for layout {step.layout}", tensor)
-        if tensor.device != step.cache.blocks.device:
-            refuse(name, f"a tensor on {step.cache.blocks.device}, as kv_blocks", f"one on {tensor.device}")
+    expect_same_device(
+        step.cache.blocks,
+        "kv_blocks",
+        rope=rope,
+        slot_mapping=slot_mapping,
+        scales_slot_mapping=scales_slot_mapping,
+    )
     chosen = choose(Configuration("store", step.layout, latent.device, None, step.cache.page_size), executor).executor
     if slot_mapping is None:
         step.check_writes(check)
@@ -138,8 +146,8 @@ def store(
     if dropped.device.type == "cpu" and dropped.numel():
         t = int(dropped[0])
         warnings.warn(
-            f"store: {dropped.numel()} of {latent.shape[0]} tokens dropped; token {t} has value slot {int(slots[t])} and "
-            f"scale slot {int(scale_slots[t])}, outside {_pools(step)}",
+            f"store: {dropped.numel()} of {latent.shape[0]} tokens dropped; token {t} has value slot {int(slots[t])} "
+            f"and scale slot {int(scale_slots[t])}, outside {_pools(step)}",
             DroppedStoreWarning,
             stacklevel=2,
         )

@@ -101,7 +101,8 @@ def _named(name: str, source: str) -> Executor:
     for executor in EXECUTORS:
         if executor.name == name:
             return executor
-    refuse(source, f"one of {', '.join([AUTO, *(executor.name for executor in EXECUTORS)])}", name)
+    known = [executor.name for executor in EXECUTORS]
+    refuse(source, f"one of {', '.join([AUTO, *known] if source == 'executor' else known)}", name)
 
 
 def _shown(configuration: Configuration) -> str:
@@ -171,9 +172,7 @@ def _reference_store(
 ) -> Tensor:
     from pagedmla.reference import store
 
-    return store.store(
-        latent, rope, step.cache, step.layout, step.layer, slots, scale_slots, power_of_two=power_of_two
-    )
+    return store.store(latent, rope, step.cache, step.layout, step.layer, slots, scale_slots, power_of_two=power_of_two)
 
 
 def _reference_slots(step: Step, table: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from pagedmla.kv_cache.tables import int64_lengths
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
 from pagedmla.plugin.cost import GPUS, attention_cost
 from pagedmla.plugin.executors import AUTO, Choice, Configuration, choose
-from pagedmla.plugin.step import Step
+from pagedmla.plugin.step import Step, decode_requests_of
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Plan:
         self._at_most("requests", self.max_batch, batch)
         self._at_most("tokens", self.max_tokens, int(query_lens.sum()))
         self._at_most("keys", self.max_cache_length, int(kv_lens.max()) if batch else 0)
-        columns = int(-(-kv_lens // self.page_size).max()) if batch else 0
+        columns = int((-(-kv_lens // self.page_size)).max()) if batch else 0
         for name in ("lookup_table", "scales_lookup_table"):
             table = getattr(values, name)
             if table is not None and table.shape[1] < columns:
@@ -124,8 +124,10 @@ class Plan:
         asked = values.dispatch(longest_query).num_partitions
         partitions = self.num_partitions if asked is None else asked
         self._at_most("partitions", self.workspace.partial_lse.shape[0], partitions)
-        split = values.mixed_step_split
-        decode_requests, decode_tokens = (batch, int(query_lens.sum())) if split is None else split.tolist()
+        decode_requests = decode_requests_of(values, batch, starts)
+        if decode_requests is None:
+            decode_requests = batch
+        decode_tokens = int(query_lens[:decode_requests].sum())
         return StepSummary(
             decode_requests,
             decode_tokens,
@@ -162,9 +164,7 @@ class Plan:
         what = "the largest step" if summary is None else "this step"
         lines.append(f"  partitions: {partitions}; workspace: {self.workspace.nbytes:,} bytes")
         lines.append(f"  {what}, one layer: {cost.bytes:,} bytes, {cost.flops:,} FLOPs")
-        floors = ", ".join(
-            f"{gpu.name} {cost.floor_us(gpu, fp8_mma=self.layout.quantised):,.1f} us" for gpu in GPUS
-        )
+        floors = ", ".join(f"{gpu.name} {cost.floor_us(gpu, fp8_mma=self.layout.quantised):,.1f} us" for gpu in GPUS)
         lines.append(f"  floor at published peaks (model, not measured): {floors}")
         return "\n".join(lines)
 

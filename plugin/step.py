@@ -44,22 +44,7 @@ class Step:
 
     def decode_requests(self) -> int | None:
         """How many requests stand first and are decode rows, by `mixed_step_split`; None where it isn't given."""
-        split = self.values.mixed_step_split
-        if split is None:
-            return None
-        expect_tensor(split, "mixed_step_split", [2], (torch.int32,), "It is (requests, query tokens), on the host.")
-        if split.device.type != "cpu":
-            refuse("mixed_step_split", "a tensor on the host", f"one on {split.device}")
-        requests, tokens = split.tolist()
-        if not 0 <= requests <= self.batch:
-            refuse("mixed_step_split", f"0 to {self.batch} requests", split.tolist())
-        if self.on_host and int(self.query_start_loc[requests]) != tokens:
-            refuse(
-                "mixed_step_split",
-                f"{int(self.query_start_loc[requests])} query tokens for the first {requests} requests",
-                split.tolist(),
-            )
-        return requests
+        return decode_requests_of(self.values, self.batch, self.query_start_loc if self.on_host else None)
 
     def max_query_length(self) -> int:
         """Largest query length of the step: exact on the host, else the caller's bound."""
@@ -97,6 +82,23 @@ class Step:
             refuse("max_prompt_length", f"at least {longest_query}, the longest query", self.cache.max_prompt_length)
         if longest_kv > self.cache.max_cache_length:
             refuse("max_cache_length", f"at least {longest_kv}, the longest kv_len", self.cache.max_cache_length)
+
+
+def decode_requests_of(values: KVCacheInputsPerDevice, batch: int, host_starts: Tensor | None) -> int | None:
+    """The first number of `mixed_step_split`, checked against the batch and, if at hand, the query starts."""
+    split = values.mixed_step_split
+    if split is None:
+        return None
+    expect_tensor(split, "mixed_step_split", [2], (torch.int32,), "It is (requests, query tokens), on the host.")
+    if split.device.type != "cpu":
+        refuse("mixed_step_split", "a tensor on the host", f"one on {split.device}")
+    requests, tokens = (int(count) for count in split.tolist())
+    if not 0 <= requests <= batch:
+        refuse("mixed_step_split", f"0 to {batch} requests", split.tolist())
+    if host_starts is not None and int(host_starts[requests]) != tokens:
+        wanted = f"{int(host_starts[requests])} query tokens for the first {requests} requests"
+        refuse("mixed_step_split", wanted, split.tolist())
+    return requests
 
 
 def bind_step(
@@ -140,7 +142,7 @@ def bind_step(
 
 def _check_starts(query_start_loc: Tensor, num_tokens: int, tokens_name: str) -> None:
     starts = query_start_loc.tolist()
-    if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:])):
+    if starts[0] != 0 or starts != sorted(starts):
         refuse("query_start_loc", "0 first, then rising or equal", starts)
     if starts[-1] > num_tokens:
         refuse("query_start_loc", f"at most {num_tokens}, the tokens of {tokens_name}, at its end", starts[-1])

@@ -16,7 +16,12 @@ def merge_states(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
     All parts empty gives out 0 and lse -inf.
     """
-    lse = torch.logsumexp(lses, 0) if lses.shape[0] else lses.new_full(lses.shape[1:], -torch.inf)
-    weights = torch.exp(lses - torch.where(lse == -torch.inf, torch.zeros_like(lse), lse))  # [S, T, H]
+    if not lses.shape[0]:
+        return outs.new_zeros(outs.shape[1:]), lses.new_full(lses.shape[1:], -torch.inf)
+    peak = lses.amax(0)
+    anchor = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = torch.exp(lses - anchor)  # [S, T, H], divided by their own sum: the rounding of a large lse cancels
+    total = weights.sum(0)
     weighted = torch.where(lses.unsqueeze(-1) == -torch.inf, torch.zeros_like(outs), outs * weights.unsqueeze(-1))
-    return weighted.sum(0), lse
+    out = weighted.sum(0) / total.masked_fill(total == 0, 1.0).unsqueeze(-1)
+    return out, anchor + total.log()

@@ -10,7 +10,6 @@ from pagedmla.kv_cache.layouts import CacheLayout, is_per_tensor
 from pagedmla.kv_cache.paged_tensor import raw_view
 from pagedmla.kv_cache.tables import int64_lengths, row_ids
 
-
 PADDING = -1  # engines' mark for a token that isn't stored
 OUT_OF_POOL = -2
 
@@ -50,7 +49,8 @@ def store(
     is read, never written. Returns the dropped tokens, int64 `[dropped]`.
     """
     rows = cache.value_pool.layer(0, layer).squeeze(2)  # [num_pages, page_size, row]
-    scales = None if layout.inline_scales or cache.scale_pool is None else cache.scale_pool.layer(0, layer).squeeze(2)
+    scale_pool = None if layout.inline_scales else cache.scale_pool
+    scales = None if scale_pool is None else scale_pool.layer(0, layer).squeeze(2)
     page_size, dropped = cache.page_size, []
     for t, (slot, scale_slot) in enumerate(zip(slots.tolist(), scale_slots.tolist())):
         if slot == PADDING:
@@ -62,11 +62,11 @@ def store(
             dropped.append(t)
             continue
         sigma = None
-        if scales is not None and is_per_tensor(cache.scale_pool.tensor):
+        if scale_pool is not None and scales is not None and is_per_tensor(scale_pool.tensor):
             sigma = scales[scale_slot // page_size, scale_slot % page_size]
         scale_dtype = torch.float32 if scales is None else scales.dtype
         made = layout.quantize(latent[t], rope[t], sigma=sigma, power_of_two=power_of_two, scale_dtype=scale_dtype)
         raw_view(rows)[slot // page_size, slot % page_size] = raw_view(made.values)
-        if scales is not None and sigma is None:
+        if scales is not None and made.scales is not None and sigma is None:
             raw_view(scales)[scale_slot // page_size, scale_slot % page_size] = raw_view(made.scales)
     return slots.new_tensor(dropped)

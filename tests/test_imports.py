@@ -48,6 +48,7 @@ class Import:
 def imports_of(tree: ast.AST, on_import: bool = True, for_typing: bool = False) -> Iterator[Import]:
     """Every module that the source may load: statements, and importlib.import_module("...") with a literal name."""
     for node in ast.iter_child_nodes(tree):
+        line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -58,7 +59,7 @@ def imports_of(tree: ast.AST, on_import: bool = True, for_typing: bool = False) 
             names = [str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant)]
         else:
             names = []
-        yield from (Import(node.lineno, name, on_import, for_typing) for name in names)
+        yield from (Import(line, name, on_import, for_typing) for name in names)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             yield from imports_of(ast.Module(node.body, []), on_import, for_typing=True)
             yield from imports_of(ast.Module(node.orelse, []), on_import, for_typing)

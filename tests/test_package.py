@@ -25,7 +25,7 @@ else:
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "pagedmla/__init__.py").read_text(encoding="utf-8"), re.M)[1]
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', (ROOT / "pagedmla/__init__.py").read_text(encoding="utf-8"), re.M)
 HEAVY = ["triton", "cutlass", "cuda", "vllm", "sglang", "max", "matplotlib", "rich", "typer"]
 
 
@@ -89,8 +89,8 @@ def metadata(contents: dict[str, bytes]) -> Message:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that the wheel is installed into, and nothing else."""
     target = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel]
-    subprocess.run(command, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True, capture_output=True)
     return target
 
 
@@ -132,8 +132,8 @@ def test_wheel_metadata(contents: dict[str, bytes], metadata: Message) -> None:
     assert metadata["Name"] == "pagedmla"
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
     extras = ["cutlass", "dev", "max", "plots", "sglang", "test", "triton", "vllm"]
-    assert sorted(metadata.get_all("Provides-Extra")) == extras
-    always = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(metadata.get_all("Provides-Extra", [])) == extras
+    always = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(always) == ["numpy", "rich", "torch>=2.11", "typer"]
     entry_points = contents[f"pagedmla-{VERSION}.dist-info/entry_points.txt"].decode()
     assert entry_points.split("\n") == ["[console_scripts]", "pagedmla = pagedmla.plugin.cli:main", ""]
@@ -141,7 +141,7 @@ def test_wheel_metadata(contents: dict[str, bytes], metadata: Message) -> None:
 
 def test_cutlass_extra_has_no_upper_pin(metadata: Message) -> None:
     """Engines pin the DSL themselves (vLLM 0.33 at 4.8.0): an upper bound would make both uninstallable together."""
-    lines = [line for line in metadata.get_all("Requires-Dist") if line.endswith('extra == "cutlass"')]
+    lines = [line for line in metadata.get_all("Requires-Dist", []) if line.endswith('extra == "cutlass"')]
     assert sorted(lines) == [
         'cuda-python; extra == "cutlass"',
         'nvidia-cutlass-dsl>=4.8.0; extra == "cutlass"',

@@ -1,0 +1,149 @@
+"""What `inspect` finds: a tree of frozen dataclasses that hold plain Python only, so that it goes to JSON and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ERROR = "error"
+WARNING = "warning"
+
+# Where scales live, in `PoolSummary.scales`.
+NO_SCALES = "none"
+PER_TENSOR = "per tensor"
+INLINE = "inline"
+PAGED = "paged"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong, or (severity "warning") something to look at. What it isn't about is None.
+
+    `kind` is one of a fixed set of words, for programs; `sentence` names row, column, page ids and bound, for people.
+    """
+
+    kind: str
+    severity: str
+    sentence: str
+    row: int | None = None
+    column: int | None = None
+    value_page: int | None = None
+    scale_page: int | None = None
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class PageInUse:
+    """One table entry whose page holds tokens.
+
+    fill          slots that hold tokens
+    scale_page    None where scales have no pages
+    shared_with   other rows that use the same value page
+    value_digest  of the value bytes of the live slots in all inspected layers; None where an id is outside its pool
+    scale_digest  the same of their scales; None too where one scale serves all pages, or none does
+    """
+
+    row: int
+    column: int
+    fill: int
+    value_page: int
+    scale_page: int | None
+    shared_with: tuple[int, ...]
+    value_digest: str | None
+    scale_digest: str | None
+
+
+@dataclass(frozen=True)
+class RequestPages:
+    """The pages of one row of the table. `kv_len` is what was asked for; pages past the table's width are missing."""
+
+    row: int
+    name: str
+    kv_len: int
+    pages: tuple[PageInUse, ...]
+
+
+@dataclass(frozen=True)
+class LayerHealth:
+    """Numbers of one layer over all live slots, each page once; None where there is nothing to count.
+
+    amax             largest finite |value|, dequantised
+    saturated        share of e4m3 values with |code| = 448; a scale measured from its group puts at least one there
+    sigma_min, _max  over finite positive scales
+    nan_slots        slots whose row holds a NaN
+    """
+
+    layer: int
+    live_slots: int
+    amax: float | None
+    saturated: float | None
+    sigma_min: float | None
+    sigma_max: float | None
+    zero_scales: int
+    negative_scales: int
+    non_finite_scales: int
+    nan_slots: int
+
+
+@dataclass(frozen=True)
+class PoolSummary:
+    """The pools. Dead pages are those that no live table entry names, as ranges (first, last)."""
+
+    layout: str
+    scales: str
+    page_size: int
+    num_layers: int
+    num_value_pages: int
+    num_scale_pages: int | None
+    dead_value_pages: tuple[tuple[int, int], ...]
+    dead_scale_pages: tuple[tuple[int, int], ...] | None
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """Who owns which page, how healthy the scales are, and what is wrong. Made by `inspect`."""
+
+    pool: PoolSummary
+    requests: tuple[RequestPages, ...]
+    layers: tuple[LayerHealth, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == ERROR)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == WARNING)
+
+    @property
+    def ok(self) -> bool:
+        """No problems; warnings don't count."""
+        return not self.problems
+
+    def pages(self) -> Iterator[PageInUse]:
+        """Every live table entry, row by row."""
+        for request in self.requests:
+            yield from request.pages
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `json.dumps`; `ok` stands first."""
+        return {"ok": self.ok, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CacheReport:
+        """Undo `to_dict`, lists instead of tuples included. Raises KeyError or TypeError for anything else."""
+        pool = dict(data["pool"])
+        for name in ("dead_value_pages", "dead_scale_pages"):
+            pool[name] = None if pool[name] is None else tuple((first, last) for first, last in pool[name])
+        requests = []
+        for request in data["requests"]:
+            pages = [PageInUse(**{**page, "shared_with": tuple(page["shared_with"])}) for page in request["pages"]]
+            requests.append(RequestPages(**{**request, "pages": tuple(pages)}))
+        return cls(
+            PoolSummary(**pool),
+            tuple(requests),
+            tuple(LayerHealth(**layer) for layer in data["layers"]),
+            tuple(Finding(**finding) for finding in data["findings"]),
+        )

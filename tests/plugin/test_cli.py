@@ -1,0 +1,195 @@
+"""The command line as people type it: exit code 0 for sound, 1 for something wrong, 2 for wrong usage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import pagedmla
+from pagedmla import store
+from pagedmla.kv_cache.page_pool import PagePool
+from pagedmla.kv_cache.saving import save_cache
+from pagedmla.plugin.cli import app
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}).invoke(app, [str(a) for a in arguments])
+
+
+def words(result: Result) -> str:
+    """All of the output in one line, without the frames that help and errors are drawn in."""
+    text = result.output + (result.stderr if result.stderr_bytes else "")
+    return " ".join(text.translate(str.maketrans("│╭╮╰╯─", "      ")).split())
+
+
+def save(path: Path, break_scales: bool = False) -> Path:
+    """Two requests in scrambled pages, two layers; broken: the scales of the first page of `ada` in layer 1 are 0."""
+    pool = PagePool("fp8_rope_bf16", num_layers=2, page_size=4, num_pages=8, num_scale_pages=12, shuffle_seed=2)
+    for name in ("ada", "bob"):
+        pool.allocate(name)
+    values, query_start_loc = pool.values(["ada", "bob"], [9, 2])
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        latent, rope = torch.randn(11, 512, generator=generator), torch.randn(11, 64, generator=generator)
+        store(latent, rope, values, layer, query_start_loc=query_start_loc, layout=pool.layout)
+    if break_scales:
+        pool.scales[pool.pages("ada")[0].scale, 0, 1] = 0
+    save_cache(path, values, pool.layout, query_start_loc)
+    return path
+
+
+def test_inspect_a_sound_cache(tmp_path: Path) -> None:
+    result = run("inspect", save(tmp_path / "cache.pt"))
+    assert result.exit_code == 0
+    for part in ("value pages", "scale pages", "A 0: 9 tokens in 3 pages", "largest", "No problems."):
+        assert part in result.output
+
+
+def test_inspect_finds_what_is_wrong(tmp_path: Path) -> None:
+    result = run("inspect", save(tmp_path / "cache.pt", break_scales=True))
+    assert result.exit_code == 1
+    assert "1 problem, 0 warnings" in result.output
+    assert "has a scale of 0 in 4 of 8 live slots, first in layer 1, slot 0" in words(result)
+
+
+def test_inspect_one_layer(tmp_path: Path) -> None:
+    broken = save(tmp_path / "cache.pt", break_scales=True)
+    assert run("inspect", broken, "--layer", 0).exit_code == 0
+    assert run("inspect", broken, "--layer", 0, "--layer", 1).exit_code == 1
+    result = run("inspect", broken, "--layer", 2)
+    assert result.exit_code == 2
+    assert "layers: 2 is out of range for a cache of 2 layers" in words(result)
+
+
+def test_inspect_as_json(tmp_path: Path) -> None:
+    result = run("inspect", save(tmp_path / "cache.pt", break_scales=True), "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.output)
+    assert report["ok"] is False
+    assert [finding["kind"] for finding in report["findings"]] == ["zero_scale"]
+    assert [request["kv_len"] for request in report["requests"]] == [9, 2]
+
+
+@pytest.mark.parametrize("form", ["cache", "json"])
+def test_inspect_against_before(form: str, tmp_path: Path) -> None:
+    """The same pages with other scales: only the earlier state shows it, from its cache or from its report."""
+    before = save(tmp_path / "before.pt")
+    if form == "json":
+        text = run("inspect", before, "--json").output
+        before = tmp_path / "before.json"
+        before.write_text(text)
+    now = save(tmp_path / "now.pt")
+    assert run("inspect", now, "--before", before).exit_code == 0
+    saved = torch.load(now, weights_only=True)
+    scales = saved["storages"][saved["values"]["kv_scales"]["storage"]]
+    scales.view(torch.float32).mul_(1.5)
+    torch.save(saved, now)
+    assert run("inspect", now).exit_code == 0
+    result = run("inspect", now, "--before", before)
+    assert result.exit_code == 1
+    assert "held in the earlier report, without their scales" in words(result)
+
+
+def test_inspect_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cache = save(tmp_path / "cache.pt", break_scales=True)
+    result = run("inspect", cache, "--picture", tmp_path / "pages.png")
+    assert result.exit_code == 1
+    assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
+    result = run("inspect", cache, "--picture", tmp_path / "pages.doc")
+    assert result.exit_code == 2
+    assert "--picture" in words(result)
+
+
+def test_inspect_files_that_are_not_caches(tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("not a cache")
+    (tmp_path / "text.json").write_text("{}")
+    cache = save(tmp_path / "cache.pt")
+    for arguments, sentence in (
+        ([tmp_path / "missing.pt"], "does not exist"),
+        ([tmp_path / "text.pt"], "expected a cache written by pagedmla.save_cache"),
+        ([cache, "--before", tmp_path / "text.json"], "expected a report written by `pagedmla inspect --json`"),
+    ):
+        result = run("inspect", *arguments)
+        assert result.exit_code == 2
+        assert sentence in words(result)
+
+
+def test_explain(tmp_path: Path) -> None:
+    result = run("explain", "--layout", "fp8_flat", "--granularity", 64, "--heads", 16, "--page-size", 32, "--batch", 3)
+    assert result.exit_code == 0
+    assert "plan of layout fp8_flat (granularity 64), H=16, pages of 32, up to 3 requests, 3 tokens" in result.output
+    assert "attend: " in result.output
+    assert "model, not measured" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--layout", "fp4"], "layout: expected one of bf16"),
+        (["--heads", "0"], "num_heads: expected at least 1; got 0."),
+        (["--dtype", "int8"], "expected one of bfloat16, float16, float32; got int8"),
+        (["--granularity", "64"], "granularity: expected None for layout fp8_rope_bf16"),
+        (["--device", "nonsense"], "nonsense"),
+    ],
+)
+def test_explain_refuses(arguments: list[str], sentence: str) -> None:
+    result = run("explain", *arguments)
+    assert result.exit_code == 2
+    assert sentence in words(result)
+
+
+def test_demo_saves_what_inspect_reads(tmp_path: Path) -> None:
+    assert run("demo", "--save", tmp_path / "demo.pt").exit_code == 0
+    assert run("inspect", tmp_path / "demo.pt").exit_code == 0
+
+
+def test_demo_refuses_an_unknown_layout() -> None:
+    result = run("demo", "--layout", "fp4")
+    assert result.exit_code == 2
+    assert "expected one of bf16" in words(result)
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output.strip() == f"pagedmla {pagedmla.__version__}"
+
+
+@pytest.mark.parametrize("command", ["inspect", "explain", "demo"])
+def test_help_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Examples" in result.output
+    assert f"pagedmla {command}" in words(result)
+
+
+def test_help_lists_the_commands() -> None:
+    for arguments in (["--help"], []):
+        output = run(*arguments).output
+        assert all(command in output for command in ("inspect", "explain", "demo", "--version"))
+
+
+def test_the_installed_entry_point_is_named_pagedmla() -> None:
+    """`main` is what the wheel's script calls: it names itself, and its exit code is the process's."""
+    code = "import sys; from pagedmla.plugin.cli import main; sys.argv[1:] = ['inspect']; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Usage: pagedmla inspect" in done.stderr
+
+
+def test_the_command_line_loads_nothing_heavy_before_it_is_asked() -> None:
+    code = (
+        "import sys, pagedmla.plugin.cli\n"
+        "print(sorted({'matplotlib', 'triton', 'cutlass', 'vllm'} & {name.split('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
