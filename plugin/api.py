@@ -66,21 +66,20 @@ def attend(
     step.check_reads(check)
     decode_requests = step.decode_requests()
     if plan is None:
-        configuration = Configuration("attend", step.layout, q.device, int(q.shape[1]), step.cache.page_size, q.dtype)
-        chosen = choose(configuration, executor).executor
+        page_size, heads = step.cache.page_size, int(q.shape[1])
+        chosen = choose(Configuration("attend", q.device, step.layout, heads, page_size, q.dtype), executor).executor
         partitions = step.values.dispatch(step.max_query_length()).num_partitions or 1
-        partial_lse = None
+        workspace = None
     else:
         if executor not in (AUTO, plan.attend_choice.executor.name):
             refuse("executor", f"{plan.attend_choice.executor.name!r}, as in the plan", executor)
         plan.check(step, q, sm_scale, causal)
-        chosen, partitions = plan.attend_choice.executor, plan.partitions(step)
-        partial_lse = plan.workspace.partial_lse
-    computed, lse = chosen.attend(step, q, AttendOptions(sm_scale, causal, partitions, decode_requests, partial_lse))
+        chosen, partitions, workspace = plan.attend_choice.executor, plan.partitions(step), plan.workspace
     if out is None:
-        return computed.to(q.dtype), lse.to(torch.float32)
-    out.copy_(computed)
-    return out, lse.to(torch.float32)
+        out = q.new_empty(*q.shape[:2], step.layout.latent)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    chosen.attend(step, q, out, lse, AttendOptions(sm_scale, causal, partitions, decode_requests, workspace))
+    return out, lse
 
 
 def store(
@@ -131,29 +130,26 @@ def store(
         slot_mapping=slot_mapping,
         scales_slot_mapping=scales_slot_mapping,
     )
-    chosen = choose(Configuration("store", step.layout, latent.device, None, step.cache.page_size), executor).executor
+    chosen = choose(Configuration("store", latent.device, step.layout, None, step.cache.page_size), executor).executor
     if slot_mapping is None:
         step.check_writes(check)
-        slots = chosen.step_slots(step, step.cache.lookup_table)
-        scale_slots = chosen.step_slots(step, step.cache.scales_lookup_table)
-        latent, rope = latent[: slots.shape[0]], rope[: slots.shape[0]]
+        dropped = chosen.store(step, latent, rope, power_of_two=power_of_two)
     else:
-        slots = slot_mapping
         scale_slots = slot_mapping if scales_slot_mapping is None else scales_slot_mapping
         if checks_enabled(check):
-            _check_slots(step, slots, scale_slots)
-    dropped = chosen.store(step, latent, rope, slots, scale_slots, power_of_two)
-    if dropped.device.type == "cpu" and dropped.numel():
-        t = int(dropped[0])
-        warnings.warn(
-            f"store: {dropped.numel()} of {latent.shape[0]} tokens dropped; token {t} has value slot {int(slots[t])} "
-            f"and scale slot {int(scale_slots[t])}, outside {_pools(step)}",
-            DroppedStoreWarning,
-            stacklevel=2,
-        )
+            _check_slots(step, slot_mapping, scale_slots)
+        dropped = chosen.store_slots(step, latent, rope, slot_mapping, scale_slots, power_of_two=power_of_two)
+    if dropped is not None and dropped.device.type == "cpu" and dropped.numel():
+        t, where = int(dropped[0]), ""
+        if slot_mapping is not None:
+            where = f" (value slot {int(slot_mapping[t])}, scale slot {int(scale_slots[t])})"
+        message = f"store: {dropped.numel()} of {latent.shape[0]} tokens dropped, first token {t}{where}, outside "
+        warnings.warn(message + _pools(step), DroppedStoreWarning, stacklevel=2)
 
 
-def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_states(
+    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], *, executor: str = AUTO
+) -> tuple[Tensor, Tensor]:
     """States over disjoint keys to one: `outs [S, T, H, D]`, `lses [S, T, H]` to (out `[T, H, D]`, lse `[T, H]`).
 
     Sequences of S tensors serve as well. LSE is natural log; an empty state has lse -inf and weighs nothing, whatever
@@ -172,11 +168,10 @@ def merge_states(outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor
         if bool(bad.any()):
             at = torch.nonzero(bad)[0].tolist()
             refuse("lses", "finite numbers, or -inf for an empty state", f"{float(lses[tuple(at)])} at {at}")
-    from pagedmla.reference import merge
-
-    precision = torch.float64 if outs.dtype == torch.float64 else torch.float32
-    out, lse = merge.merge_states(outs.to(precision), lses.to(precision))
-    return out.to(outs.dtype), lse.to(torch.float32)
+    out = torch.empty_like(outs[0]) if outs.shape[0] else outs.new_empty(outs.shape[1:])
+    lse = lses.new_empty(lses.shape[1:], dtype=torch.float32)
+    choose(Configuration("merge", outs.device, dtype=outs.dtype), executor).executor.merge(outs, lses, out, lse)
+    return out, lse
 
 
 def _no_requests(values: KVCacheInputsPerDevice) -> Tensor:
@@ -202,6 +197,6 @@ def _check_slots(step: Step, slots: Tensor, scale_slots: Tensor) -> None:
 
 def _pools(step: Step) -> str:
     pools = [step.cache.value_pool] + ([step.cache.scale_pool] if step.cache.scale_pool is not None else [])
-    return " and ".join(
+    return " or ".join(
         f"kv_{pool.name} ({pool.num_pages * pool.page_size} slots of {dtype_name(pool.tensor.dtype)})" for pool in pools
     )

@@ -1,15 +1,16 @@
-"""The executors, in order of preference: what each can run, and where it is expected to win.
+"""What an executor is, and choosing one: which can run a configuration, and which is expected to win.
 
-Capability and profit are two answers. An executor that can't run says why; one that can but isn't expected to win is
-taken only when asked for, or when nothing before it in the list applies. Users may edit the list:
-PAGEDMLA_EXECUTORS="torch,reference".
+Capability and profit are two answers. An executor that can't run something says why; one that can but isn't expected to
+win is taken only when asked for, or when no other can run it. The list is in order of preference, and users may edit
+it: PAGEDMLA_EXECUTORS="torch,reference".
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,12 +26,42 @@ AUTO = "auto"
 class Configuration:
     """What a choice depends on; None where the call doesn't say."""
 
-    operation: str  # "attend" or "store"
-    layout: CacheLayout
+    operation: str  # "attend", "store" or "merge"
     device: torch.device
+    layout: CacheLayout | None = None
     num_heads: int | None = None
     page_size: int | None = None
     dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        layout = "" if self.layout is None else f" in layout {self.layout}"
+        return f"{self.operation}{layout} on {self.device.type}"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The most that a plan's steps bring."""
+
+    max_batch: int
+    max_tokens: int
+    max_cache_length: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch for the parts of a split, float32.
+
+    partial_lse  [S, max_tokens, H]: the LSE of each part
+    partial_out  [S, tokens, H, latent]: its out, for as many tokens as a step may split; None where the executor
+                 merges parts as it goes
+    """
+
+    partial_lse: Tensor
+    partial_out: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.partial_lse, self.partial_out) if t is not None)
 
 
 @dataclass(frozen=True)
@@ -39,21 +70,49 @@ class AttendOptions:
     causal: bool
     num_partitions: int
     decode_requests: int | None
-    partial_lse: Tensor | None
+    workspace: Workspace | None
 
 
-@dataclass(frozen=True)
-class Executor:
-    """One way to run the operations. `attend` gives float (out, lse); `store` gives the dropped tokens."""
+class Executor(ABC):
+    """One way to run the operations. Arguments have been checked; `out` and `lse` are written, whatever they held."""
 
-    name: str
-    summary: str
-    refusal: Callable[[Configuration], str | None]  # why it can't run this, or None
-    drawback: Callable[[Configuration], str | None]  # why it isn't expected to win, or None
-    honours_partitions: bool
-    attend: Callable[[Step, Tensor, AttendOptions], tuple[Tensor, Tensor]]
-    store: Callable[[Step, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
-    step_slots: Callable[[Step, Tensor], Tensor]
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    def refusal(self, configuration: Configuration) -> str | None:
+        """Why it can't run this, or None."""
+        return None
+
+    def drawback(self, configuration: Configuration) -> str | None:
+        """Why it isn't expected to win, or None."""
+        return None
+
+    def default_partitions(self, configuration: Configuration, capacity: Capacity) -> int:
+        """Parts that a decode row's keys are best cut into; a number of the configuration, never of a step."""
+        return 1
+
+    def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
+        heads = configuration.num_heads or 0
+        shape = (num_partitions, capacity.max_tokens, heads)
+        return Workspace(torch.full(shape, -torch.inf, dtype=torch.float32, device=configuration.device))
+
+    @abstractmethod
+    def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
+        """`out [T, H, latent]` in any float dtype and `lse [T, H]` float32 of `q [T, H, width]`."""
+
+    @abstractmethod
+    def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
+        """Write the step's tokens through the tables. The dropped tokens, where they are known without a sync."""
+
+    @abstractmethod
+    def store_slots(
+        self, step: Step, latent: Tensor, rope: Tensor, slots: Tensor, scale_slots: Tensor, *, power_of_two: bool
+    ) -> Tensor | None:
+        """The same to given slots, int64 `[T]` each."""
+
+    @abstractmethod
+    def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+        """`outs [S, T, H, D]` and `lses [S, T, H]` to `out [T, H, D]` and `lse [T, H]`."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +127,10 @@ class Choice:
 def choose(configuration: Configuration, requested: str = AUTO) -> Choice:
     """The executor for a configuration. ValueError where the requested one, or every one, can't run it."""
     if requested != AUTO:
-        executor = _named(requested, "executor")
+        executor = _named(requested, "executor", allow_auto=True)
         refusal = executor.refusal(configuration)
         if refusal is not None:
-            refuse("executor", f"one that can run {_shown(configuration)}", f"{requested!r}, but {refusal}")
+            refuse("executor", f"one that can run {configuration}", f"{requested!r}, but {refusal}")
         return Choice(executor, "asked for", ())
     passed_over: list[tuple[str, str]] = []
     fallback: Executor | None = None
@@ -85,123 +144,28 @@ def choose(configuration: Configuration, requested: str = AUTO) -> Choice:
         passed_over.append((executor.name, obstacle))
     if fallback is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
-        refuse("executor", f"one that can run {_shown(configuration)}", f"none ({reasons})")
+        refuse("executor", f"one that can run {configuration}", f"none ({reasons})")
     others = tuple((name, reason) for name, reason in passed_over if name != fallback.name)
     return Choice(fallback, f"the first that can run it ({fallback.summary})", others)
+
+
+def executors() -> tuple[Executor, ...]:
+    """All of them, in order of preference."""
+    from pagedmla.plugin.executor_reference import ReferenceExecutor
+    from pagedmla.plugin.executor_torch import TorchExecutor
+
+    return (TorchExecutor(), ReferenceExecutor())
 
 
 def _preference() -> list[Executor]:
     edited = os.environ.get("PAGEDMLA_EXECUTORS", "").strip()
     if not edited:
-        return list(EXECUTORS)
+        return list(executors())
     return [_named(name.strip(), "PAGEDMLA_EXECUTORS") for name in edited.split(",")]
 
 
-def _named(name: str, source: str) -> Executor:
-    for executor in EXECUTORS:
-        if executor.name == name:
-            return executor
-    known = [executor.name for executor in EXECUTORS]
-    refuse(source, f"one of {', '.join([AUTO, *known] if source == 'executor' else known)}", name)
-
-
-def _shown(configuration: Configuration) -> str:
-    return f"{configuration.operation} in layout {configuration.layout} on {configuration.device.type}"
-
-
-# -- torch and reference ---------------------------------------------------------------------------------------------
-
-
-def _never(configuration: Configuration) -> str | None:
-    return None
-
-
-def _torch_attend(step: Step, q: Tensor, options: AttendOptions) -> tuple[Tensor, Tensor]:
-    from pagedmla.reference import vectorised
-
-    return vectorised.attend(
-        q,
-        step.cache,
-        step.layout,
-        step.layer,
-        step.query_start_loc,
-        sm_scale=options.sm_scale,
-        causal=options.causal,
-        num_partitions=options.num_partitions,
-        decode_requests=options.decode_requests,
-        partial_lse=options.partial_lse,
-    )
-
-
-def _torch_store(
-    step: Step, latent: Tensor, rope: Tensor, slots: Tensor, scale_slots: Tensor, power_of_two: bool
-) -> Tensor:
-    from pagedmla.reference import vectorised
-
-    return vectorised.store(
-        latent, rope, step.cache, step.layout, step.layer, slots, scale_slots, power_of_two=power_of_two
-    )
-
-
-def _torch_slots(step: Step, table: Tensor) -> Tensor:
-    from pagedmla.reference import vectorised
-
-    return vectorised.slots_of_step(step.cache, step.query_start_loc, table)
-
-
-def _reference_refusal(configuration: Configuration) -> str | None:
-    return None if configuration.device.type == "cpu" else "it runs on the CPU only"
-
-
-def _reference_attend(step: Step, q: Tensor, options: AttendOptions) -> tuple[Tensor, Tensor]:
-    from pagedmla.reference import attention
-
-    return attention.attend(
-        q,
-        step.cache,
-        step.layout,
-        step.layer,
-        step.query_start_loc,
-        sm_scale=options.sm_scale,
-        causal=options.causal,
-    )
-
-
-def _reference_store(
-    step: Step, latent: Tensor, rope: Tensor, slots: Tensor, scale_slots: Tensor, power_of_two: bool
-) -> Tensor:
-    from pagedmla.reference import store
-
-    return store.store(latent, rope, step.cache, step.layout, step.layer, slots, scale_slots, power_of_two=power_of_two)
-
-
-def _reference_slots(step: Step, table: Tensor) -> Tensor:
-    from pagedmla.reference import store
-
-    return store.slots_of_step(step.cache, step.query_start_loc, table)
-
-
-EXECUTORS: tuple[Executor, ...] = (
-    Executor(
-        name="torch",
-        summary="vectorised float32 in torch",
-        refusal=_never,
-        drawback=lambda configuration: (
-            None if configuration.device.type == "cpu" else "it reads lengths on the host, once a layer"
-        ),
-        honours_partitions=True,
-        attend=_torch_attend,
-        store=_torch_store,
-        step_slots=_torch_slots,
-    ),
-    Executor(
-        name="reference",
-        summary="the float64 meaning, token by token",
-        refusal=_reference_refusal,
-        drawback=lambda configuration: "it is written to be read, not to be fast",
-        honours_partitions=False,
-        attend=_reference_attend,
-        store=_reference_store,
-        step_slots=_reference_slots,
-    ),
-)
+def _named(name: str, source: str, allow_auto: bool = False) -> Executor:
+    known = {executor.name: executor for executor in executors()}
+    if name not in known:
+        refuse(source, f"one of {', '.join([AUTO] * allow_auto + list(known))}", name)
+    return known[name]

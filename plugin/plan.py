@@ -6,7 +6,7 @@ that a captured graph replays with other lengths and tables. It refuses what exc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,19 +16,8 @@ from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 from pagedmla.kv_cache.tables import int64_lengths
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
 from pagedmla.plugin.cost import GPUS, attention_cost
-from pagedmla.plugin.executors import AUTO, Choice, Configuration, choose
+from pagedmla.plugin.executors import AUTO, Capacity, Choice, Configuration, Workspace, choose
 from pagedmla.plugin.step import Step, decode_requests_of
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Scratch of a plan. `partial_lse [num_partitions, max_tokens, H]` float32: the LSE of each part of a split."""
-
-    partial_lse: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.partial_lse.numel() * self.partial_lse.element_size()
 
 
 @dataclass(frozen=True)
@@ -220,12 +209,12 @@ def plan(
         if value < 1:
             refuse(name, "at least 1", value)
     device = torch.device(device)
+    configuration = Configuration("attend", device, layout, num_heads, page_size, dtype)
     attend_choice, store_choice = (
-        choose(Configuration(operation, layout, device, num_heads, page_size, dtype), executor)
-        for operation in ("attend", "store")
+        choose(replace(configuration, operation=operation), executor) for operation in ("attend", "store")
     )
-    partitions = capacities["num_partitions"]
-    shape = (partitions, max_tokens, num_heads)
+    capacity = Capacity(max_batch, max_tokens, max_cache_length)
+    partitions = num_partitions or attend_choice.executor.default_partitions(configuration, capacity)
     return Plan(
         layout=layout,
         num_heads=num_heads,
@@ -240,7 +229,7 @@ def plan(
         num_partitions=partitions,
         attend_choice=attend_choice,
         store_choice=store_choice,
-        workspace=Workspace(torch.full(shape, -torch.inf, dtype=torch.float32, device=device)),
+        workspace=attend_choice.executor.workspace(configuration, capacity, partitions),
     )
 
 

@@ -1,8 +1,8 @@
 """Calls of the attention kernels on steps of cases/steps.py, between sentinels, and the bounds they are judged by.
 
-The bounds, in one place. Scales and e4m3 codes are exact in float16, so an lse owes only float32 sums: 1e-5 + 1e-6 |lse|. An
-output row owes the rounding of its weights to the MMA's type, 2^-12 for float16 and 2^-9 for bfloat16, and its own: 4e-3 of its
-L2 norm. Which rows are empty must match exactly, with out 0 and lse -inf.
+The bounds, in one place. Scales and e4m3 codes are exact in float16, so an lse owes only float32 sums: 1e-5 + 1e-6
+|lse|. An output row owes the rounding of its weights to the MMA's type, 2^-12 for float16 and 2^-9 for bfloat16, and
+its own: 4e-3 of its L2 norm. Which rows are empty must match exactly, with out 0 and lse -inf.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pagedmla
 from pagedmla import KVCacheInputsPerDevice, PagedCacheValues, get_layout
-from pagedmla.plugin.executors import EXECUTORS, Configuration, choose
+from pagedmla.plugin.executors import Configuration, choose, executors
 from pagedmla.plugin.step import bind_step
 
 CASE = StepCase((1, 2), (5, 3), page_size=4)  # pages 2 and 1, three query tokens
@@ -111,7 +111,7 @@ def test_only_live_pages_are_touched(tmp_path: Path) -> None:
 
 
 def configuration(device: str = "cpu", operation: str = "attend") -> Configuration:
-    return Configuration(operation, get_layout("fp8_rope_bf16"), torch.device(device))
+    return Configuration(operation, torch.device(device), get_layout("fp8_rope_bf16"))
 
 
 def test_the_first_that_can_and_is_expected_to_win() -> None:
@@ -150,7 +150,7 @@ def test_users_may_edit_the_order(monkeypatch: pytest.MonkeyPatch, step: Step) -
 
 
 def test_an_executor_that_was_asked_for_must_be_able() -> None:
-    names = ", ".join(executor.name for executor in EXECUTORS)
+    names = ", ".join(executor.name for executor in executors())
     with pytest.raises(ValueError, match=rf"executor: expected one of auto, {names}; got flash\."):
         choose(configuration(), "flash")
     with pytest.raises(

@@ -215,9 +215,9 @@ def test_a_token_outside_either_pool_is_dropped_whole(which: str, slot: int, exe
     want = expected(made, latent, rope, 0, [t for t in REAL if t != 4])
     shown = (slot, 29) if which == "value" else (9, slot)
     message = (
-        rf"store: 1 of 8 tokens dropped; token 4 has value slot {shown[0]} and scale slot {shown[1]}, outside "
+        rf"store: 1 of 8 tokens dropped, first token 4 \(value slot {shown[0]}, scale slot {shown[1]}\), outside "
         rf"kv_blocks "
-        rf"\(24 slots of float8_e4m3fn\) and kv_scales \(32 slots of float32\)"
+        rf"\(24 slots of float8_e4m3fn\) or kv_scales \(32 slots of float32\)"
     )
     with pytest.warns(DroppedStoreWarning, match=message):
         pagedmla.store(
@@ -244,7 +244,7 @@ def test_a_page_outside_the_pool_is_dropped_or_refused(page: int, executor: str)
         pagedmla.store(latent, rope, made.values, 0, check=True, **arguments)
     assert_bytes(made, before)
     want = expected(made, latent, rope, 0, [0, 3, 4, 5, 6])
-    with pytest.warns(DroppedStoreWarning, match="store: 2 of 8 tokens dropped; token 1"):
+    with pytest.warns(DroppedStoreWarning, match="store: 2 of 8 tokens dropped, first token 1, outside kv_blocks"):
         pagedmla.store(latent, rope, made.values, 0, **arguments)
     assert_bytes(made, want)
 

@@ -1,0 +1,53 @@
+"""The float64 meaning, token by token: written to be read, and to judge the others by."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pagedmla.plugin.executors import AttendOptions, Configuration, Executor
+from pagedmla.plugin.step import Step
+from pagedmla.reference import attention, merge, store
+
+
+class ReferenceExecutor(Executor):
+    name = "reference"
+    summary = "the float64 meaning, token by token"
+
+    def refusal(self, configuration: Configuration) -> str | None:
+        return None if configuration.device.type == "cpu" else "it runs on the CPU only"
+
+    def drawback(self, configuration: Configuration) -> str | None:
+        return "it is written to be read, not to be fast"
+
+    def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
+        computed = attention.attend(
+            q,
+            step.cache,
+            step.layout,
+            step.layer,
+            step.query_start_loc,
+            sm_scale=options.sm_scale,
+            causal=options.causal,
+        )
+        out.copy_(computed[0])
+        lse.copy_(computed[1])
+
+    def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
+        slots, scale_slots = (
+            store.slots_of_step(step.cache, step.query_start_loc, table)
+            for table in (step.cache.lookup_table, step.cache.scales_lookup_table)
+        )
+        real = slots.shape[0]  # the rest is padding
+        return self.store_slots(step, latent[:real], rope[:real], slots, scale_slots, power_of_two=power_of_two)
+
+    def store_slots(
+        self, step: Step, latent: Tensor, rope: Tensor, slots: Tensor, scale_slots: Tensor, *, power_of_two: bool
+    ) -> Tensor | None:
+        return store.store(
+            latent, rope, step.cache, step.layout, step.layer, slots, scale_slots, power_of_two=power_of_two
+        )
+
+    def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+        computed = merge.merge_states(outs.double(), lses.double())
+        out.copy_(computed[0])
+        lse.copy_(computed[1])
