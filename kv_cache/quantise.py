@@ -61,7 +61,7 @@ def quantise_group(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a pool's dtype: clamped at the format's largest number, NaN kept where the format has one.
+    """x in a pool's dtype: clamped at the format's largest number; NaN stays NaN, as the format's quiet one.
 
     int8 rounds to nearest, ties to even, and takes NaN as 0.
     """
@@ -76,4 +76,6 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(torch.float64).nan_to_num(nan=0.0).round().clamp(info.min, info.max).to(dtype)
     if dtype == torch.float8_e8m0fnu:
         return x.to(torch.float32).to(dtype)
-    return x.to(torch.float64).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+    cast = x.to(torch.float64).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+    # torch's own bits depend on how wide it vectorised
+    return torch.where(x.isnan(), torch.full_like(cast, torch.nan), cast)

@@ -153,8 +153,9 @@ def executors() -> tuple[Executor, ...]:
     """All of them, in order of preference."""
     from pagedmla.plugin.executor_reference import ReferenceExecutor
     from pagedmla.plugin.executor_torch import TorchExecutor
+    from pagedmla.plugin.executor_triton import TritonExecutor
 
-    return (TorchExecutor(), ReferenceExecutor())
+    return (TritonExecutor(), TorchExecutor(), ReferenceExecutor())
 
 
 def _preference() -> list[Executor]:

@@ -25,6 +25,7 @@ class Step:
     layer: int
     query_start_loc: Tensor  # [B + 1] int32
     num_tokens: int
+    one_token_each: bool  # the call gave no query_start_loc
 
     @property
     def batch(self) -> int:
@@ -45,6 +46,11 @@ class Step:
     def decode_requests(self) -> int | None:
         """How many requests stand first and are decode rows, by `mixed_step_split`; None where it isn't given."""
         return decode_requests_of(self.values, self.batch, self.query_start_loc if self.on_host else None)
+
+    def decode_rows(self) -> tuple[int, int]:
+        """Requests and query tokens that stand first and are decode rows, by `mixed_step_split`; (0, 0) without it."""
+        requests = self.decode_requests()
+        return (0, 0) if requests is None else (requests, int(self.values.mixed_step_split[1]))
 
     def max_query_length(self) -> int:
         """Largest query length of the step: exact on the host, else the caller's bound."""
@@ -122,6 +128,7 @@ def bind_step(
         raise IndexError(f"layer: {layer} is out of range for a cache of {cache.num_layers} layers")
     expect_same_device(cache.blocks, "kv_blocks", **{tokens_name: tokens})
     batch, num_tokens = int(cache.cache_lengths.shape[0]), int(tokens.shape[0])
+    one_token_each = query_start_loc is None
     if query_start_loc is None:
         if num_tokens != batch:
             refuse(
@@ -137,7 +144,7 @@ def bind_step(
         query_start_loc = int32_view(query_start_loc).to(torch.int32)
         if query_start_loc.device.type == "cpu":
             _check_starts(query_start_loc, num_tokens, tokens_name)
-    return Step(values, cache, layout, layer, query_start_loc, num_tokens)
+    return Step(values, cache, layout, layer, query_start_loc, num_tokens, one_token_each)
 
 
 def _check_starts(query_start_loc: Tensor, num_tokens: int, tokens_name: str) -> None:

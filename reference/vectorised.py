@@ -139,10 +139,7 @@ def store(
     """As `reference.store.store`; returns the dropped tokens, int64 `[dropped]`."""
     page_size = cache.page_size
     separate = cache.scale_pool is not None and not layout.inline_scales
-    in_pools = _in_pool(slots, cache.value_pool)
-    if separate and cache.scale_pool is not None:
-        in_pools &= _in_pool(scale_slots, cache.scale_pool)
-    keep = in_pools & (slots != PADDING)
+    keep = (slots != PADDING) & _in_pools(cache, layout, slots, scale_slots)
     page, slot = slots[keep] // page_size, slots[keep] % page_size
     sigma, scale_dtype, scales = None, torch.float32, None
     if separate and cache.scale_pool is not None:
@@ -155,7 +152,25 @@ def store(
     raw_view(cache.value_pool.layer(0, layer).squeeze(2))[page, slot] = raw_view(made.values)
     if scales is not None and sigma is None and made.scales is not None:
         raw_view(scales)[scale_page, scale_slot] = raw_view(made.scales)
-    return torch.nonzero((slots != PADDING) & ~in_pools).flatten()
+    return dropped_tokens(cache, layout, slots, scale_slots)
+
+
+def dropped_tokens(cache: PagedKVCacheCollection, layout: CacheLayout, slots: Tensor, scale_slots: Tensor) -> Tensor:
+    """Which tokens `store` drops: those whose slot lies outside either pool, int64 `[dropped]`; padding isn't one."""
+    return torch.nonzero((slots != PADDING) & ~_in_pools(cache, layout, slots, scale_slots)).flatten()
+
+
+def dropped_from_step(cache: PagedKVCacheCollection, layout: CacheLayout, query_start_loc: Tensor) -> Tensor:
+    """The same for a store through the tables."""
+    slots = slots_of_step(cache, query_start_loc, cache.lookup_table)
+    return dropped_tokens(cache, layout, slots, slots_of_step(cache, query_start_loc, cache.scales_lookup_table))
+
+
+def _in_pools(cache: PagedKVCacheCollection, layout: CacheLayout, slots: Tensor, scale_slots: Tensor) -> Tensor:
+    in_pools = _in_pool(slots, cache.value_pool)
+    if cache.scale_pool is not None and not layout.inline_scales:
+        in_pools = in_pools & _in_pool(scale_slots, cache.scale_pool)
+    return in_pools
 
 
 def _in_pool(slots: Tensor, pool: PagedTensor) -> Tensor:

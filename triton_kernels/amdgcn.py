@@ -41,16 +41,12 @@ def parse(assembly: str) -> list[Instruction]:
 
 
 def find_main_loop(code: Sequence[Instruction]) -> Loop | None:
-    """The loop with the most matrix instructions; in a kernel without any, the one with the most global accesses."""
-    for prefixes in (("v_mfma", "v_smfmac"), ("global_", "buffer_")):
-        loop = main_loop(code, lambda instruction: instruction.opcode.startswith(prefixes))
-        if loop:
-            return loop
-    return None
+    """The loop with the most matrix instructions; None in a kernel without any."""
+    return main_loop(code, lambda instruction: instruction.opcode.startswith(("v_mfma", "v_smfmac")))
 
 
 def straight_line(code: Sequence[Instruction]) -> list[Instruction]:
-    """The program of a kernel without a loop: all up to its last `s_endpgm`."""
+    """The whole program: all up to its last `s_endpgm`."""
     last = max((i for i, instruction in enumerate(code) if instruction.opcode == "s_endpgm"), default=-1)
     return list(code[: last + 1])
 

@@ -14,17 +14,53 @@ import hashlib
 import importlib
 import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pagedmla.triton_kernels import footprint
 from pagedmla.triton_kernels.targets import TARGETS, Target, find_target
 
-if TYPE_CHECKING:
-    from pagedmla.triton_kernels.variants import Variant
-
 _TENSOR_MEMORY_COLUMNS = 512  # of an sm_100 SM; Triton itself looks only at launch
+
+
+class Variant(Protocol):
+    """One kernel with everything fixed that the compiler fixes.
+
+    function         "module:name" of the @triton.jit function
+    signature        its arguments in order: "*fp16", "*u8", "i32", "i64", "fp32", or "constexpr" where `constants` says
+    divisible_by_16  arguments that the JIT would find to be multiples of 16
+    rows             of a tile
+    tokens_per_iteration, bytes_per_token   see footprint.report_row; None where a kernel doesn't walk tokens
+    targets          names of those it is meant for
+    """
+
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def function(self) -> str: ...
+    @property
+    def signature(self) -> Mapping[str, str]: ...
+    @property
+    def constants(self) -> Mapping[str, Any]: ...
+    @property
+    def divisible_by_16(self) -> Sequence[str]: ...
+    @property
+    def tokens_per_iteration(self) -> int | None: ...
+    @property
+    def bytes_per_token(self) -> float | None: ...
+    @property
+    def num_warps(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+    @property
+    def targets(self) -> Sequence[str]: ...
 
 
 def compile_all(
@@ -37,11 +73,9 @@ def compile_all(
 
     `on_row` sees each row as soon as it is there (a full table takes minutes).
     """
-    if variants is None:
-        from pagedmla.triton_kernels.variants import variants as all_variants
-
-        variants = all_variants()
     wanted = [find_target(name).name for name in (TARGETS if targets is None else targets)]
+    if variants is None:
+        variants = all_variants()
     rows = []
     for variant in variants:
         for name in wanted:
@@ -50,6 +84,13 @@ def compile_all(
                 if on_row:
                     on_row(rows[-1])
     return rows
+
+
+def all_variants() -> list[Variant]:
+    """Every variant that the package launches: attention from `variants`, the other steps from `step_variants`."""
+    from pagedmla.triton_kernels import step_variants, variants
+
+    return [*variants.variants(), *step_variants.variants()]
 
 
 def compile_variant(variant: Variant, target: str, out_dir: str | Path | None = None) -> dict[str, Any]:
@@ -131,10 +172,13 @@ def _build_errors() -> tuple[type[Exception], ...]:
 
 
 def _reason(error: Exception) -> str:
-    """The sentence that says why: an assembler's fatal line, else the last line of the message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """The sentence that says why: an assembler's fatal line, else the last line of what the front end found wrong."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:  # a CompilationError only draws the source line that it met the cause in
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     fatal = [line for line in lines if "fatal" in line.lower() or line.lower().startswith("error")]
-    return (fatal or lines or [type(error).__name__])[-1]
+    return (fatal or lines or [type(cause).__name__])[-1]
 
 
 def _footprint(built: Any, target: Target) -> footprint.Footprint:
@@ -156,8 +200,9 @@ def _exceeds(built: Any, target: Target) -> str | None:
 
 def _file_name(variant: Variant) -> str:
     """Kernel, layout and rows, and a digest of what else tells variants apart."""
-    rest = json.dumps([variant.signature, variant.constants, variant.num_warps, variant.num_stages, variant.options],
-                      default=str)
+    rest = json.dumps(
+        [dict(variant.signature), dict(variant.constants), variant.num_warps, variant.num_stages, dict(variant.options)]
+    )
     digest = hashlib.sha256(rest.encode()).hexdigest()[:8]
     return "-".join(part for part in (variant.kernel, variant.layout, str(variant.rows or ""), digest) if part)
 

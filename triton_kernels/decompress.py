@@ -1,4 +1,4 @@
-"""Decompress: gather cached tokens of each request, dequantised, into a dense workspace, for one chunk of a long context.
+"""Decompress: gather cached tokens of each request, dequantised, into a dense workspace, one chunk at a time.
 
 contract   request b's tokens chunk_start[b] .. chunk_start[b] + length, where length = key_start_loc[b + 1] -
            key_start_loc[b], become workspace rows from key_start_loc[b] on: [K, L + 64] bf16/fp16/float32, latent then
@@ -12,7 +12,6 @@ limits     latent 512 or 256; rope 64; chunk_start + length must not exceed what
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,10 +19,21 @@ from torch import Tensor
 from pagedmla.kv_cache.checks import ceildiv, expect_same_device, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import RowPlanes
 from pagedmla.triton_kernels.device.fp8 import e4m3_to_float16
-from pagedmla.triton_kernels.device.token_requests import find_token_requests
 from pagedmla.triton_kernels.device.sigma import unpack_sigma
+from pagedmla.triton_kernels.device.token_requests import find_token_requests
 from pagedmla.triton_kernels.launch import launch
-from pagedmla.triton_kernels.planes import ROPE, WIDE_DTYPES, as_bytes, as_int32, check_planes, check_table, constants
+from pagedmla.triton_kernels.planes import (
+    ROPE,
+    WIDE_DTYPES,
+    as_bytes,
+    as_int32,
+    check_planes,
+    check_table,
+    constants,
+    group_blocks,
+    scale_geometry,
+)
+from pagedmla.triton_kernels.targets import target_of
 
 TOKENS = 16
 
@@ -59,15 +69,13 @@ def decompress(
     keys = workspace.shape[0]
     if requests == 0 or keys == 0:
         return
-    scales = planes.scales
-    scale_pages, scale_strides = (pages, (0, 0, 0)) if scales is None else (scales.shape[0], scales.stride())
-    known = constants(planes)
+    scale_pages, *scale_strides = scale_geometry(planes)
     launch(
         decompress_kernel,
         (ceildiv(keys, TOKENS),),
         as_bytes(planes.latent),
         as_bytes(planes.rope),
-        as_bytes(scales),
+        as_bytes(planes.scales),
         lookup_table,
         scales_lookup_table,
         start,
@@ -85,8 +93,9 @@ def decompress(
         *planes.rope.stride()[:2],
         *scale_strides,
         workspace.stride(0),
-        **known,
-        GROUP_BLOCK=triton.next_power_of_2(min(known["GROUP"], columns + ROPE)),
+        **constants(planes),
+        **group_blocks(planes),
+        NATIVE_E4M3=target_of(workspace.device).native_e4m3,
         TOKENS=TOKENS,
         num_warps=4,
     )
@@ -126,16 +135,18 @@ def decompress_kernel(
     GROUPS: tl.constexpr,
     ROPE_SCALED: tl.constexpr,
     E8M0: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     key = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     request = find_token_requests(key_start_loc, requests, key)
     real = (key < keys) & (request < requests)  # [TOKENS]
     first = tl.load(key_start_loc + request, mask=real, other=0)
-    position = tl.load(chunk_start + request, mask=real, other=0).to(tl.int64) + (key - first)
+    position = tl.load(chunk_start + request, mask=real, other=0) + (key - first)
     column = position // page_size
-    slot = position % page_size
+    slot = (position % page_size).to(tl.int64)
     in_table = real & (column < table_width)
     table_row = request.to(tl.int64)
     page = tl.load(lookup_table + table_row * stride_table + column, mask=in_table, other=-1).to(tl.int64)
@@ -152,14 +163,20 @@ def decompress_kernel(
         _copy_columns(rope_row, out_row + LATENT, no_scale, known, real, ROPE)
     else:
         scales_row = pool_scales + scale_page * stride_scales_page + slot * stride_scales_slot
-        for group in range(GROUPS):
-            sigma = unpack_sigma(tl.load(scales_row, mask=known, other=0), E8M0)  # [TOKENS]
-            _decode_group(
-                latent_row, rope_row, out_row, sigma, group, known, real, LATENT, ROPE, FP8_ROPE, GROUP, GROUP_BLOCK
-            )
-            if ROPE_SCALED and not FP8_ROPE:
-                _copy_columns(rope_row, out_row + LATENT, sigma, known, real, ROPE)
-            scales_row += stride_scales_group
+        if GROUPS <= 8:
+            for group in tl.static_range(GROUPS):  # a number known to the compiler: parts that a group lacks vanish
+                _decode_group(
+                    latent_row, rope_row, out_row, scales_row, group, known, real, LATENT, ROPE, FP8_ROPE, GROUP,
+                    ROPE_SCALED, E8M0, LATENT_BLOCK, ROPE_BLOCK, NATIVE_E4M3,
+                )
+                scales_row += stride_scales_group
+        else:
+            for group in range(GROUPS):
+                _decode_group(
+                    latent_row, rope_row, out_row, scales_row, group, known, real, LATENT, ROPE, FP8_ROPE, GROUP,
+                    ROPE_SCALED, E8M0, LATENT_BLOCK, ROPE_BLOCK, NATIVE_E4M3,
+                )
+                scales_row += stride_scales_group
         if not ROPE_SCALED:
             _copy_columns(rope_row, out_row + LATENT, no_scale, known, real, ROPE)
 
@@ -169,7 +186,7 @@ def _decode_group(
     latent_row,
     rope_row,
     out_row,
-    sigma,
+    scale,
     group,
     known,
     real,
@@ -177,21 +194,38 @@ def _decode_group(
     ROPE: tl.constexpr,
     FP8_ROPE: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    ROPE_SCALED: tl.constexpr,
+    E8M0: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr,
 ):
-    """Dequantise the columns of one scale group."""
-    offset = tl.arange(0, GROUP_BLOCK)
-    column = (group * GROUP + offset)[None, :]
-    width: tl.constexpr = LATENT + ROPE if FP8_ROPE else LATENT
-    in_group = (offset < GROUP)[None, :] & (column < width)
-    in_latent = in_group & (column < LATENT) & known[:, None]
-    code = tl.load(latent_row[:, None] + column, mask=in_latent, other=0x7F)  # [TOKENS, GROUP_BLOCK]
+    """Dequantise the columns of one scale group: those of the latent and those of the rope."""
+    sigma = unpack_sigma(tl.load(scale, mask=known, other=0), E8M0)  # [TOKENS]
+    first = group * GROUP
+    end = first + GROUP
+    column = first + tl.arange(0, LATENT_BLOCK)
+    in_latent = (column < end) & (column < LATENT)
+    _decode_columns(latent_row, out_row, sigma, column, in_latent, known, real, NATIVE_E4M3)
     if FP8_ROPE:
-        in_rope = in_group & (column >= LATENT) & known[:, None]
-        rope_code = tl.load(rope_row[:, None] + (column - LATENT), mask=in_rope, other=0x7F)
-        code = tl.where(column < LATENT, code, rope_code)
-    value = e4m3_to_float16(code, False).to(tl.float32) * sigma[:, None]
-    tl.store(out_row[:, None] + column, value.to(out_row.dtype.element_ty), mask=in_group & real[:, None])
+        if end > LATENT:
+            rope_column = tl.arange(0, ROPE_BLOCK)
+            if first > LATENT:
+                rope_column += first - LATENT
+            in_rope = (rope_column < end - LATENT) & (rope_column < ROPE)
+            _decode_columns(rope_row, out_row + LATENT, sigma, rope_column, in_rope, known, real, NATIVE_E4M3)
+    elif ROPE_SCALED:
+        _copy_columns(rope_row, out_row + LATENT, sigma, known, real, ROPE)
+
+
+@triton.jit
+def _decode_columns(source_row, out_row, sigma, column, in_group, known, real, NATIVE_E4M3: tl.constexpr):
+    """Dequantise some columns; rows whose page isn't known become NaN."""
+    readable = known[:, None] & in_group[None, :]
+    code = tl.load(source_row[:, None] + column[None, :], mask=readable, other=0x7F)
+    value = e4m3_to_float16(code, NATIVE_E4M3).to(tl.float32) * sigma[:, None]
+    writable = real[:, None] & in_group[None, :]
+    tl.store(out_row[:, None] + column[None, :], value.to(out_row.dtype.element_ty), mask=writable)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """What a built kernel spends on its target, read from the binary: registers, spills, shared memory, instructions.
 
 Any executor's binary will do: `of_cubin` wants an NVIDIA cubin (and Triton's disassembler, which its wheel carries),
-`of_amdgcn` the assembly text that LLVM wrote for an AMD target. Nothing here needs a GPU or its driver.
+`of_amdgcn` the assembly that LLVM wrote for an AMD target. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from pagedmla.triton_kernels.targets import Target
 
 @dataclass(frozen=True)
 class Footprint:
-    """Static cost of one kernel. Instructions are those of one warp in one trip of the main loop (or, without a loop,
-    of the whole program); spills are 32-bit words a thread moves to or from local memory, every instruction once."""
+    """Static cost of one kernel.
+
+    `instructions` are those of one warp in one trip of the main loop, the one that multiplies matrices; in a kernel
+    that multiplies none, those of the whole program, smaller loops once. Spills are 32-bit words that a thread moves
+    to or from local memory, every instruction once.
+    """
 
     registers: int
     warps: int
@@ -69,8 +73,9 @@ def report_row(
 ) -> dict[str, Any]:
     """One row of the compile table.
 
-    `tokens` is what one trip of the main loop covers: a block's warps share them, so a token costs
-    `instructions * warps / tokens`. None where a kernel doesn't walk tokens. `compiler` is the version that built it.
+    `tokens` is what a block covers with the counted instructions (a trip of its main loop, or the whole program): its
+    warps share them, so a token costs `instructions * warps / tokens`. None where a kernel doesn't walk tokens.
+    `compiler` is the version that built it.
     """
     return {
         "kernel": kernel,
@@ -91,7 +96,15 @@ def report_row(
 
 
 def refusal_row(
-    *, kernel: str, executor: str, target: Target, layout: str, rows: int, options: dict[str, Any], compiler: str, reason: str
+    *,
+    kernel: str,
+    executor: str,
+    target: Target,
+    layout: str,
+    rows: int,
+    options: dict[str, Any],
+    compiler: str,
+    reason: str,
 ) -> dict[str, Any]:
     """The row of a variant that a target can't take: the figures are None and `refused` says why."""
     return {
@@ -102,8 +115,13 @@ def refusal_row(
         "rows": rows,
         **dict.fromkeys(
             (
-                "registers", "spill_words", "spill_words_in_loop", "shared_bytes", "ctas_per_sm",
-                "warp_instructions_per_token", "bytes_per_token",
+                "registers",
+                "spill_words",
+                "spill_words_in_loop",
+                "shared_bytes",
+                "ctas_per_sm",
+                "warp_instructions_per_token",
+                "bytes_per_token",
             )
         ),
         executor: compiler,

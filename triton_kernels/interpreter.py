@@ -1,19 +1,19 @@
 """Interpreter: runs `@triton.jit` functions on CPU tensors, with the arithmetic that a GPU would use.
 
-contract   interpreted(kernel)[grid](*args, **kwargs) does on CPU tensors what kernel[grid](*args, **kwargs) does on a GPU
-meaning    Triton's own interpreter (triton.runtime.interpreter), whose bfloat16 and FP8 arithmetic, conversions, NaN
-           handling of max/min and loop variables are corrected here
+contract   interpreted(kernel)[grid](*args, **kwargs) does on CPU tensors what kernel[grid](...) does on a GPU
+meaning    Triton's own interpreter (triton.runtime.interpreter), with bfloat16 and FP8 arithmetic, conversions, the NaN
+           handling of max and min, and loop variables corrected
 needs      no environment variable; kernels may be JITFunctions or, under TRITON_INTERPRET=1, InterpretedFunctions
-leaves     Triton as it was: the kernel stays a JITFunction in its module, nothing in triton.runtime.interpreter is
-           replaced, and what is replaced in triton.language while a kernel runs still serves a compiler in another thread
-limits     one interpreted launch at a time in a process; refuses a Triton release that it wasn't proved on
+leaves     Triton as it was: a kernel stays a JITFunction, triton.runtime.interpreter isn't changed, and what is
+           replaced in triton.language while a kernel runs still serves a compiler in another thread
+limits     one launch at a time in a process, and none while another thread is in Triton's own interpreter; refuses a
+           Triton release that it wasn't proved on
 
-Numbers. bfloat16 and FP8 tensors are arrays of bit patterns, as in Triton's interpreter. Here every operation on them
-decodes to float32, computes, and rounds the result once to nearest even, which is what an instruction of that type does:
-float32 holds more than twice the significand bits of these formats, so sums, products and quotients aren't rounded twice.
-Conversions to FP8 saturate as `cvt.rn.satfinite` does (infinity becomes the largest finite value) and NaN stays NaN.
-`tl.dot` multiplies exact operands and accumulates in float32; the narrower accumulator of Hopper's FP8 tensor cores and
-TF32's rounding of float32 operands aren't modelled.
+Numbers. A bfloat16 or FP8 tensor is an array of bit patterns, as in Triton's interpreter. An operation on it decodes to
+float32, computes, and rounds once to nearest even, as an instruction of that type does: float32 holds more than twice
+the significand bits, so that sums, products and quotients aren't rounded twice. Conversions to FP8 saturate as
+`cvt.rn.satfinite` does (infinity becomes the largest finite value), and NaN stays NaN. `tl.dot` multiplies exactly and
+accumulates in float32; the narrower accumulator of Hopper's FP8 tensor cores isn't modelled, nor is TF32.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ import operator
 import textwrap
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import triton
@@ -38,8 +37,10 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction, KernelParam
 
+_Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
 # tests/triton_kernels/test_interpreter.py passes on each of these.
-PROVED_VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+PROVED_VERSIONS = ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
 
 # Keywords of a launch that steer the compiler and not the kernel.
 LAUNCH_OPTIONS = frozenset(
@@ -52,10 +53,11 @@ def interpreted(kernel: Any, *, debug: bool = False) -> Interpreted:
     """What `kernel` is to be launched through on CPU tensors: `interpreted(kernel)[grid](*args, **kwargs)`.
 
     `kernel` is a `@triton.jit` function, or `@triton.heuristics` around one. `debug=True` does what Triton's debug mode
-    does on a GPU (`tl.device_assert` is evaluated, int32 arithmetic that overflows raises) and refuses loads and stores
-    that fall outside the storage of every tensor argument.
+    does on a GPU (`tl.device_assert` is evaluated, an integer narrower than 64 bits that overflows is an OverflowError)
+    and raises IndexError, before it happens, for an access outside the storage of every tensor argument.
 
-    Raises RuntimeError for a Triton release outside PROVED_VERSIONS and TypeError for anything but a kernel.
+    Raises RuntimeError for a Triton release outside PROVED_VERSIONS and TypeError for anything but a kernel. What a
+    program raises comes through as it is, with the program's index in a note.
     """
     if triton.__version__.split("+")[0] not in PROVED_VERSIONS:
         raise RuntimeError(
@@ -68,7 +70,7 @@ def interpreted(kernel: Any, *, debug: bool = False) -> Interpreted:
         kernel = kernel.fn
     if isinstance(kernel, triton.runtime.Autotuner):
         raise TypeError(
-            f"{kernel.base_fn.__name__} is autotuned, and there is nothing to time on the CPU: pass its .fn and give the "
+            f"{kernel.base_fn.__name__} is autotuned, and there is nothing to time on the CPU: pass its .fn, with the "
             "values of one configuration as keywords"
         )
     if not isinstance(kernel, (JITFunction, stock.InterpretedFunction)):
@@ -120,18 +122,18 @@ class Interpreted:
                     raise
 
 
-# ---- formats -------------------------------------------------------------------------------------------------------------
+# Formats: numbers and the bit patterns that stand for them
 
 
 class _Float8(NamedTuple):
-    """An FP8 format: sign, exponent with `bias`, `mantissa` bits; codes above the `largest` finite value are special."""
+    """An FP8 format: sign, exponent with `bias`, `mantissa` bits. Codes above the `largest` value are special."""
 
     mantissa: int
     bias: int
     largest: float
     infinite: bool  # the first code above `largest` is infinity, not NaN
 
-    def values(self) -> np.ndarray:
+    def values(self) -> _Array:
         """The float32 value of each of the 256 codes."""
         codes = np.arange(256, dtype=np.int64)
         exponent = (codes & 0x7F) >> self.mantissa
@@ -142,7 +144,7 @@ class _Float8(NamedTuple):
         magnitude = np.where(magnitude > self.largest, special, magnitude)
         return np.where(codes < 0x80, magnitude, -magnitude).astype(np.float32)
 
-    def encode(self, values: np.ndarray) -> np.ndarray:
+    def encode(self, values: _Array) -> _Array:
         """float32 to codes (uint8): nearest even, saturating, NaN to 0x7F."""
         magnitude = np.minimum(np.abs(values), np.float32(self.largest))  # NaN stays NaN
         bits = magnitude.view(np.uint32)
@@ -166,18 +168,18 @@ _UNPROVED_FLOAT8 = frozenset({"fp8e4b8", "fp8e4b15", "fp8e5b16"})
 _CODED = frozenset({"bf16"}) | _FLOAT8.keys() | _UNPROVED_FLOAT8
 
 
-def _decode(handle: stock.TensorHandle) -> np.ndarray:
+def _decode(handle: stock.TensorHandle) -> _Array:
     """The numbers that a handle stands for: float32 for bf16 and FP8, the data itself for the rest."""
-    name = handle.dtype.scalar.name
+    name, data = handle.dtype.scalar.name, cast(_Array, handle.data)
     if name == "bf16":
-        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return (data.astype(np.uint32) << 16).view(np.float32)
     if name in _FLOAT8:
-        return _FLOAT8_VALUES[name][handle.data]
+        return _FLOAT8_VALUES[name][data]
     _refuse_unproved(name)
-    return handle.data
+    return data
 
 
-def _encode(values: np.ndarray, dtype: tl.dtype, toward_zero: bool = False) -> stock.TensorHandle:
+def _encode(values: _Array, dtype: tl.dtype, toward_zero: bool = False) -> stock.TensorHandle:
     """Numbers to a handle of type `dtype`, rounded to nearest even, or toward zero (bf16 and fp16 only)."""
     name = dtype.name
     if name == "bf16":
@@ -204,14 +206,14 @@ def _refuse_unproved(name: str) -> None:
 
 
 @functools.cache
-def _numpy_dtype(dtype: tl.dtype) -> np.dtype:
-    return stock._get_np_dtype(dtype)
+def _numpy_dtype(dtype: tl.dtype) -> np.dtype[Any]:
+    return cast("np.dtype[Any]", stock._get_np_dtype(dtype))
 
 
-# ---- operations ----------------------------------------------------------------------------------------------------------
+# Operations: what an instruction of the compiled kernel does
 
 
-class CorrectedBuilder(stock.InterpreterBuilder):
+class CorrectedBuilder(stock.InterpreterBuilder):  # type: ignore[misc] # Triton has no type information
     """Triton's interpreting builder with the arithmetic of bf16 and FP8 corrected. `memory` is set while debugging."""
 
     memory: _Memory | None = None
@@ -229,17 +231,14 @@ class CorrectedBuilder(stock.InterpreterBuilder):
 
     # Elementwise arithmetic. create_fadd, create_fcmpOLT, create_exp, ... of the base end in these.
 
-    def binary_op(self, lhs: stock.TensorHandle, rhs: stock.TensorHandle, op: Callable) -> stock.TensorHandle:
+    def binary_op(self, lhs: stock.TensorHandle, rhs: stock.TensorHandle, op: Callable[..., Any]) -> stock.TensorHandle:
         dtype = lhs.dtype.scalar
         if dtype.name in _CODED:
             output = op(_decode(lhs), _decode(rhs))
             return stock.TensorHandle(output, tl.int1) if output.dtype == np.bool_ else _encode(output, dtype)
-        result = super().binary_op(lhs, rhs, op)
-        if result.data.dtype == np.bool_:
-            result.dtype = tl.int1  # the base labels a comparison with its operands' type
-        return result
+        return super().binary_op(lhs, rhs, op)
 
-    def unary_op(self, arg: stock.TensorHandle, op: Callable) -> stock.TensorHandle:
+    def unary_op(self, arg: stock.TensorHandle, op: Callable[..., Any]) -> stock.TensorHandle:
         dtype = arg.dtype.scalar
         return _encode(op(_decode(arg)), dtype) if dtype.name in _CODED else super().unary_op(arg, op)
 
@@ -279,10 +278,8 @@ class CorrectedBuilder(stock.InterpreterBuilder):
     def create_dot_scaled(self, *_: Any) -> stock.TensorHandle:
         raise NotImplementedError("tl.dot_scaled isn't proved in the interpreter: scale the operands or the product")
 
-    def create_atomic_rmw(self, op: Any, ptr: stock.TensorHandle, val: stock.TensorHandle, *rest: Any) -> Any:
-        if val.dtype.scalar.name in _CODED:
-            raise NotImplementedError(f"atomic arithmetic on {val.dtype.scalar} isn't proved: use float32")
-        return super().create_atomic_rmw(op, ptr, val, *rest)
+    def create_splat(self, ret_type: tl.dtype, arg: stock.TensorHandle) -> stock.TensorHandle:
+        return stock.TensorHandle(np.full(ret_type.shape, arg.data.flat[0], arg.data.dtype), arg.dtype.scalar)
 
     # Memory. The loads, stores and descriptors of the base end in these.
 
@@ -296,21 +293,49 @@ class CorrectedBuilder(stock.InterpreterBuilder):
             self.memory.check("store", ptrs, mask)
         super().create_masked_store(ptrs, value, mask, *rest)
 
+    def create_atomic_rmw(
+        self, op: Any, ptr: stock.TensorHandle, val: stock.TensorHandle, mask: Any, *rest: Any
+    ) -> stock.TensorHandle:
+        if val.dtype.scalar.name in _CODED:
+            raise NotImplementedError(f"atomic arithmetic on {val.dtype.scalar} isn't proved: use float32")
+        if self.memory is not None:
+            self.memory.check("atomic", ptr, mask)
+        return super().create_atomic_rmw(op, ptr, val, mask, *rest)
+
+    def create_atomic_cas(self, ptr: stock.TensorHandle, *rest: Any) -> stock.TensorHandle:
+        if self.memory is not None:
+            self.memory.check("atomic", ptr, np.True_)
+        return super().create_atomic_cas(ptr, *rest)
+
+
+class CheckedSemantic(TritonSemantic):  # type: ignore[misc] # Triton has no type information
+    """Triton's semantic, with the overflow check of its debug mode done in a few numpy operations."""
+
+    def binary_op_sanitize_overflow_impl(self, lhs: tl.tensor, rhs: tl.tensor, binary_op: Callable[..., Any]) -> None:
+        dtype = lhs.dtype
+        if not self.builder.options.sanitize_overflow or not 1 < dtype.int_bitwidth < 64:
+            return
+        exact = _EXACT[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+        if np.any((exact < dtype.get_int_min_value()) | (exact > dtype.get_int_max_value())):
+            raise OverflowError(f"{dtype} overflow in {binary_op.__name__}")
+
+
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 BUILDER = CorrectedBuilder()
-SEMANTIC: TritonSemantic = TritonSemantic(BUILDER)
+SEMANTIC = CheckedSemantic(BUILDER)
 
 
-def _tensor(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
-    if data.ndim == 0:
-        return tl.tensor(stock.TensorHandle(data.reshape(1), dtype), dtype)  # the interpreter's scalars have one element
+def _tensor(data: _Array, dtype: tl.dtype) -> tl.tensor:
+    if data.ndim == 0:  # the interpreter's scalars are arrays of one element
+        return tl.tensor(stock.TensorHandle(data.reshape(1), dtype), dtype)
     return tl.tensor(stock.TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
 
 
 def _reduce(
     input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any
-) -> tl.tensor | tuple[tl.tensor, ...]:  # fmt: skip
-    """`tl.reduce`: halves the axis with `combine_fn` on neighbours, as the hardware's tree does, or asks numpy."""
+) -> tl.tensor | tuple[tl.tensor, ...]:
+    """`tl.reduce`: joins neighbours with `combine_fn` until one is left, a block at a time, or asks numpy."""
     inputs = input if isinstance(input, tuple) else (input,)
     axis, keep_dims = _unwrap(axis), _unwrap(keep_dims)
     arrays = [tensor.handle.data for tensor in inputs]
@@ -338,9 +363,7 @@ def _reduce(
     return results if isinstance(input, tuple) else results[0]
 
 
-def _scan(
-    input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any
-) -> tl.tensor | tuple[tl.tensor, ...]:  # fmt: skip
+def _scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> tl.tensor | tuple[tl.tensor, ...]:
     """`tl.associative_scan`: log2(n) steps of `combine_fn` on the whole block, or numpy's running sum."""
     inputs = input if isinstance(input, tuple) else (input,)
     dtypes = [tensor.dtype for tensor in inputs]
@@ -376,7 +399,7 @@ def _reduction_ufunc(combine_fn: Any, dtypes: list[tl.dtype]) -> np.ufunc | None
     return None
 
 
-def _as_tuple(value: Any) -> tuple:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, tl.tuple)) else (value,)
 
 
@@ -384,10 +407,10 @@ def _unwrap(value: Any) -> Any:
     return value.value if isinstance(value, tl.constexpr) else value
 
 
-# ---- arguments and memory --------------------------------------------------------------------------------------------------
+# Arguments and the memory behind them
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _signature(fn: types.FunctionType) -> tuple[inspect.Signature, dict[str, KernelParam]]:
     signature = inspect.signature(fn)
     params = {
@@ -432,58 +455,121 @@ class _Memory:
             self._add(name, value.base)
         elif hasattr(value, "data_ptr"):
             if value.device.type != "cpu":
-                raise ValueError(f"{name}: expected a CPU tensor, got one on {value.device}; launch the kernel itself there")
+                raise ValueError(f"{name}: expected a CPU tensor, got one on {value.device}: launch the kernel itself")
             storage = value.untyped_storage()
             self.ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes(), name))
 
     def check(self, access: str, ptrs: stock.TensorHandle, mask: Any) -> None:
         """Raises IndexError for the first enabled address outside every range."""
-        enabled = np.broadcast_to(mask if isinstance(mask, np.ndarray) else mask.data, ptrs.data.shape)
-        first = ptrs.data[enabled].astype(np.uint64)
-        last = first + np.uint64(max(1, ptrs.get_element_ty().primitive_bitwidth // 8) - 1)
-        inside = np.zeros(first.shape, dtype=bool)
+        enabled = np.broadcast_to(mask.data if isinstance(mask, stock.TensorHandle) else mask, ptrs.data.shape)
+        addresses = ptrs.data[enabled].astype(np.uint64)
+        item_bytes = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        inside = np.zeros(addresses.shape, dtype=bool)
         for start, end, _ in self.ranges:
-            inside |= (first >= np.uint64(start)) & (last < np.uint64(end))
+            if end - start >= item_bytes:
+                inside |= (addresses >= np.uint64(start)) & (addresses <= np.uint64(end - item_bytes))
         if inside.all():
             return
-        address = int(first[~inside][0])
-        near = min(self.ranges, key=lambda r: max(r[0] - address, address - r[1]), default=None)
-        where = f"{address - near[0]} bytes from the start of {near[2]} ({near[1] - near[0]} bytes)" if near else "no tensor"
-        raise IndexError(f"{access} outside every argument: {int((~inside).sum())} of {inside.size} addresses, {where}")
+        address = int(addresses[~inside][0])
+        start, end, name = min(self.ranges, key=lambda r: max(r[0] - address, address - r[1]), default=(0, 0, "null"))
+        raise IndexError(
+            f"{access} outside every argument: {int((~inside).sum())} of {inside.size} addresses, the first at byte "
+            f"{address - start} of the storage of {name}, which has {end - start}"
+        )
 
 
-# ---- functions -------------------------------------------------------------------------------------------------------------
-
-_REWRITTEN: weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType] = weakref.WeakKeyDictionary()
+# Functions: Python's syntax with the meaning that it has in a kernel
 
 
+@functools.cache
 def _rewritten(fn: types.FunctionType) -> types.FunctionType:
     """The function that runs in place of `fn`: assignments make tensors, loop variables and min/max are Triton's.
 
-    It shares the globals and the closure of `fn`. The names that the rewriting needs are bound as further closure cells,
-    so the module of `fn` isn't touched.
+    It shares the globals and the closure of `fn`. What the rewriting needs comes in further closure cells, so that the
+    module of `fn` stays as it is.
     """
-    if fn in _REWRITTEN:
-        return _REWRITTEN[fn]
     lines, start = inspect.getsourcelines(fn)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
     definition.decorator_list = []
-    cells = {name: types.CellType(value) for name, value in _INJECTED.items() if name not in fn.__globals__}
+    bound = {**_REWRITER_NAMES, **{name: value for name, value in _BUILTINS.items() if name not in fn.__globals__}}
+    cells = {name: types.CellType(value) for name, value in bound.items()}
     cells.update(zip(fn.__code__.co_freevars, fn.__closure__ or ()))
     enclosing = ast.parse(f"def enclosing({', '.join(cells)}): pass")
     assert isinstance(enclosing.body[0], ast.FunctionDef)
-    enclosing.body[0].body = [stock.ASTTransformer().visit(definition)]
-    ast.fix_missing_locations(ast.increment_lineno(enclosing, start - 1))
+    enclosing.body[0].body = [_Rewriter().visit(definition)]
+    ast.increment_lineno(ast.fix_missing_locations(enclosing), start - 1)
     code = compile(enclosing, fn.__code__.co_filename, "exec", dont_inherit=True)
     for name in ("enclosing", fn.__name__):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
     closure = tuple(cells[name] for name in code.co_freevars)
     twin = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
     twin.__kwdefaults__ = fn.__kwdefaults__
-    _REWRITTEN[fn] = twin
     return twin
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Assignments of numbers make tensors; `and`, `or` and `not` of tensors are elementwise."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        self.generic_visit(node)
+        node.value = _call_to("_to_tensor", node.value)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.Call:
+        self.generic_visit(node)
+        thunks = [ast.Lambda(args=_NO_ARGUMENTS, body=value) for value in node.values]
+        return _call_to("_both" if isinstance(node.op, ast.And) else "_either", *thunks)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return _call_to("_negation", node.operand) if isinstance(node.op, ast.Not) else node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.Compare:
+        if len(node.ops) > 1:
+            raise NotImplementedError(
+                f"{ast.unparse(node)}: Triton before 3.9 compiles no chain, join comparisons with &"
+            )
+        self.generic_visit(node)
+        return node
+
+
+_NO_ARGUMENTS = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def _call_to(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=list(args), keywords=[])
+
+
+def _to_tensor(value: Any) -> Any:
+    """What an assignment stores: a Python number becomes a tensor, as in compiled code."""
+    return SEMANTIC.to_tensor(value, check_type=False)
+
+
+def _both(left: Callable[[], Any], *rest: Callable[[], Any]) -> Any:
+    """`and`: of tensors elementwise, with every operand evaluated; of Python values as in Python."""
+    value = left()
+    for operand in rest:
+        if isinstance(value, tl.tensor):
+            value = value.logical_and(operand())
+        elif value:
+            value = operand()
+    return value
+
+
+def _either(left: Callable[[], Any], *rest: Callable[[], Any]) -> Any:
+    value = left()
+    for operand in rest:
+        if isinstance(value, tl.tensor):
+            value = value.logical_or(operand())
+        elif not value:
+            value = operand()
+    return value
+
+
+def _negation(value: Any) -> Any:
+    return value.__not__() if isinstance(value, tl.tensor) else not value
 
 
 def _loop(*bounds: Any) -> Iterator[tl.tensor]:
@@ -502,12 +588,13 @@ def _greatest(*args: Any) -> Any:
     return functools.reduce(tl.maximum, args) if any(isinstance(a, tl.tensor) for a in args) else max(*args)
 
 
-_INJECTED = {"interpreter_semantic": SEMANTIC, "range": _loop, "min": _least, "max": _greatest}
-if hasattr(stock, "_InterpreterComparison"):  # 3.9 rewrites a < b < c
-    _INJECTED["_InterpreterComparison"] = stock._InterpreterComparison
+# What the output of _Rewriter calls.
+_REWRITER_NAMES = {"_to_tensor": _to_tensor, "_both": _both, "_either": _either, "_negation": _negation}
+# Names of Python that mean something else in a kernel.
+_BUILTINS = {"range": _loop, "min": _least, "max": _greatest}
 
 
-# ---- triton.language while a kernel runs -----------------------------------------------------------------------------------
+# The process: triton.language while a kernel runs
 
 _LOCK = threading.Lock()
 _owner: int | None = None  # the thread that interprets
@@ -518,40 +605,36 @@ _ABSENT = object()
 def _running(debug: bool, memory: _Memory) -> Iterator[None]:
     """One interpreted launch: takes the lock, patches triton.language, and undoes both."""
     global _owner
-    with _LOCK, contextlib.ExitStack() as undo:
-        _owner = threading.get_ident()
-        undo.callback(_release)
-        BUILDER.options = stock.InterpreterOptions(debug=debug, sanitize_overflow=debug)
-        BUILDER.memory = memory if debug else None
-        undo.enter_context(np.errstate(all="ignore"))  # a GPU doesn't warn of inf and NaN
-        for target, name, replacement in _patches():
-            undo.callback(_restore, target, name, vars(target).get(name, _ABSENT))
-            setattr(target, name, replacement)
-        yield
-
-
-def _release() -> None:
-    global _owner
-    _owner = None
-    BUILDER.memory = None
-
-
-def _restore(target: Any, name: str, original: Any) -> None:
-    if original is _ABSENT:
-        delattr(target, name)
-    else:
-        setattr(target, name, original)
+    if _owner == threading.get_ident():
+        raise RuntimeError("a kernel that is being interpreted can't launch another")
+    with _LOCK, np.errstate(all="ignore"):  # a GPU doesn't warn of inf and NaN
+        replaced: list[tuple[Any, str, Any]] = []
+        try:
+            _owner = threading.get_ident()
+            BUILDER.options = stock.InterpreterOptions(debug=debug, sanitize_overflow=debug)
+            BUILDER.memory = memory if debug else None
+            for target, name, replacement in _patches():
+                replaced.append((target, name, vars(target).get(name, _ABSENT)))
+                setattr(target, name, replacement)
+            yield
+        finally:
+            for target, name, original in reversed(replaced):
+                if original is _ABSENT:
+                    delattr(target, name)
+                else:
+                    setattr(target, name, original)
+            BUILDER.memory = None
+            _owner = None
 
 
 @functools.cache
 def _patches() -> list[tuple[Any, str, Any]]:
     """(module or class, attribute, replacement): what kernels call in triton.language, made callable from Python.
 
-    A replacement interprets in the thread that runs a kernel, or on values of the interpreter, and does what it replaces
-    otherwise.
+    A replacement interprets in the thread that runs a kernel, and in every other does what it replaces.
     """
     found: list[tuple[Any, str, Any]] = []
-    tensor = tl.core.tensor
+    tensor = tl.tensor
     for target in (tl, tl.core, tl.math, tensor, tl.core.tensor_descriptor_base, tl.core.tensor_descriptor):
         for name, member in vars(target).items():
             member = _unpatched(member)
@@ -561,18 +644,18 @@ def _patches() -> list[tuple[Any, str, Any]]:
                 found.append((target, name, _with_semantic(member)))
     for target in (tl, tl.core):
         found += [
-            (target, "reduce", _instead(_reduce, tl.core.reduce)),
-            (target, "associative_scan", _instead(_scan, tl.core.associative_scan)),
-            (target, "static_assert", _instead(_static_assert, tl.core.static_assert)),
-            (target, "static_print", _instead(print, tl.core.static_print)),
+            (target, "reduce", _instead(_reduce, tl.reduce)),
+            (target, "associative_scan", _instead(_scan, tl.associative_scan)),
+            (target, "static_assert", _instead(_static_assert, tl.static_assert)),
+            (target, "static_print", _instead(print, tl.static_print)),
             *(
-                (target, hint, _instead(_keep, getattr(tl.core, hint)))
+                (target, hint, _instead(_keep, getattr(tl, hint)))
                 for hint in ("multiple_of", "max_contiguous", "max_constancy")
             ),
         ]
     found += [
-        (tensor, "reduce", _instead(_reduce, tl.core.reduce)),
-        (tensor, "associative_scan", _instead(_scan, tl.core.associative_scan)),
+        (tensor, "reduce", _instead(_reduce, tl.reduce)),
+        (tensor, "associative_scan", _instead(_scan, tl.associative_scan)),
         (tensor, "__init__", _here(_init_tensor(tensor.__init__), tensor.__init__)),
         (tl.block_type, "__init__", _here(_init_block_type(tl.block_type.__init__), tl.block_type.__init__)),
         (tensor, "__index__", _here(_index, _no_index)),
@@ -580,10 +663,10 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (tensor, "__repr__", _here(_text, tensor.__repr__)),
         (tensor, "__str__", _here(_text, tensor.__str__)),
         (tensor, "T", property(_here(_transposed, tensor.T.fget))),
-        (tl.core.range, "__iter__", _here(lambda self: _loop(self.start, self.end, self.step), tl.core.range.__iter__)),
-        (tl.core.static_range, "__init__", _here(_static_bounds, tl.core.static_range.__init__)),
-        (tl.core.static_range, "__iter__", _here(lambda self: iter(self.values), tl.core.static_range.__iter__)),
-        (tl.core.dtype, "to_ir", _here(lambda self, builder: self, tl.core.dtype.to_ir)),
+        (tl.range, "__iter__", _here(lambda self: _loop(self.start, self.end, self.step), tl.range.__iter__)),
+        (tl.static_range, "__init__", _here(_static_bounds, tl.static_range.__init__)),
+        (tl.static_range, "__iter__", _here(lambda self: iter(self.values), tl.static_range.__iter__)),
+        (tl.dtype, "to_ir", _here(lambda self, builder: self, tl.dtype.to_ir)),
         (JITFunction, "__call__", _here(_call, JITFunction.__call__)),
         (stock.InterpretedFunction, "__call__", _here(_call, stock.InterpretedFunction.__call__)),
     ]
@@ -592,12 +675,12 @@ def _patches() -> list[tuple[Any, str, Any]]:
 
 def _unpatched(member: Any) -> Any:
     """The original of a builtin: the stock interpreter leaves its own patches behind after a nested call."""
-    while getattr(member, "__module__", None) == stock.__name__ and "member" in (member.__kwdefaults__ or {}):
+    while isinstance(member, types.FunctionType) and member.__module__ == stock.__name__ and member.__kwdefaults__:
         member = member.__kwdefaults__["member"]
     return member
 
 
-def _here(replacement: Callable, original: Callable) -> Callable:
+def _here(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """`replacement` in the thread that interprets, `original` in every other."""
 
     @functools.wraps(original)
@@ -607,7 +690,7 @@ def _here(replacement: Callable, original: Callable) -> Callable:
     return method
 
 
-def _with_semantic(member: Callable) -> Callable:
+def _with_semantic(member: Callable[..., Any]) -> Callable[..., Any]:
     """A builtin that takes our semantic where a kernel calls it: only a compiler passes one itself."""
 
     @functools.wraps(member)
@@ -619,7 +702,7 @@ def _with_semantic(member: Callable) -> Callable:
     return builtin
 
 
-def _instead(replacement: Callable, original: Callable) -> Callable:
+def _instead(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """A builtin that can't run without a compiler's code generator, and what stands for it in a kernel."""
 
     @functools.wraps(original)
@@ -647,28 +730,28 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return _rewritten(function.fn)(*args, **kwargs)
 
 
-def _init_block_type(original: Callable) -> Callable:
+def _init_block_type(original: Callable[..., Any]) -> Callable[..., Any]:
     """Building a block's type and shape is most of what an operation costs: done once a type, then copied."""
-    known: dict[tuple, dict[str, Any]] = {}
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def init(self: Any, element_ty: tl.dtype, shape: Any) -> None:
         key = (element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
         if key not in known:
             original(self, element_ty, shape)
-            known[key] = dict(self.__dict__)
+            known[key] = dict(vars(self))
         self.__dict__.update(known[key])
         self.element_ty = element_ty
 
     return init
 
 
-def _init_tensor(original: Callable) -> Callable:
+def _init_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[str, dict[str, Any]] = {}
 
     def init(self: Any, handle: stock.TensorHandle, type: tl.dtype) -> None:
         if type.name not in known:
             original(self, handle, type)
-            known[type.name] = dict(self.__dict__)
+            known[type.name] = {name: value for name, value in vars(self).items() if name != "handle"}
         self.__dict__.update(known[type.name])
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
@@ -676,7 +759,7 @@ def _init_tensor(original: Callable) -> Callable:
 
 
 def _index(tensor: tl.tensor) -> int:
-    return tensor.handle.data.item()  # int(array) refuses an array of one element since numpy 2.4
+    return int(tensor.handle.data.item())  # int(array) refuses an array of one element since numpy 2.4
 
 
 def _no_index(tensor: tl.tensor) -> int:
@@ -699,7 +782,8 @@ def _transposed(tensor: tl.tensor) -> tl.tensor:
 
 def _static_bounds(self: Any, arg1: Any, arg2: Any = None, step: Any = None) -> None:
     bounds = (0, arg1) if arg2 is None else (arg1, arg2)
-    self.values = range(*map(operator.index, bounds), 1 if step is None else operator.index(step))
+    start, stop = map(operator.index, bounds)
+    self.values = range(start, stop, 1 if step is None else operator.index(step))
 
 
 def _static_assert(condition: Any, message: Any = "") -> None:

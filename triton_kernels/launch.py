@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedmla.kv_cache.checks import checks_enabled
-from pagedmla.triton_kernels.targets import TARGETS
+
+_Receiver = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], object]
+_receiver: ContextVar[_Receiver | None] = ContextVar("receiver", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -16,6 +21,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
 
     On the CPU, PAGEDMLA_CHECK=1 makes an access outside every tensor's storage an error.
     """
+    receiver = _receiver.get()
+    if receiver is not None:
+        receiver(kernel, grid, args, kwargs)
+        return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     if device.type == "cpu":
         from pagedmla.triton_kernels.interpreter import interpreted
@@ -26,9 +35,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
         kernel[grid](*args, **kwargs)
 
 
-def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory that a block may have on this device; the interpreter, which has no limit, passes for sm_90."""
-    if device.type == "cpu":
-        return TARGETS["sm_90"].shared_per_block
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
+@contextlib.contextmanager
+def intercepted(receiver: _Receiver) -> Iterator[None]:
+    """Hand launches of this thread to `receiver(kernel, grid, args, kwargs)` instead of a device."""
+    token = _receiver.set(receiver)
+    try:
+        yield
+    finally:
+        _receiver.reset(token)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def natural_loops(code: Sequence[Instruction]) -> list[Loop]:
 
 
 def main_loop(code: Sequence[Instruction], weigh: Callable[[Instruction], int]) -> Loop | None:
-    """The innermost loop that carries the most weight; among equals the shortest (the unmasked copy). None: no weight."""
+    """The innermost loop that carries the most weight, among equals the shortest (the unmasked copy)."""
     weighed = [(sum(weigh(code[i]) for i in loop.body), loop) for loop in natural_loops(code)]
     carrying = [(weight, loop) for weight, loop in weighed if weight]
     innermost = [
@@ -75,8 +76,8 @@ def _basic_blocks(code: Sequence[Instruction]) -> _Graph:
             starts.add(instruction.target)
         if instruction.target is not None or not instruction.falls_through:
             starts.add(index + 1)
-    edges = sorted(start for start in starts if start < len(code)) + [len(code)]
-    blocks = [range(first, last) for first, last in zip(edges, edges[1:])]
+    edges = [*sorted(start for start in starts if start < len(code)), len(code)]
+    blocks = [range(first, last) for first, last in pairwise(edges)]
     number = {block.start: n for n, block in enumerate(blocks)}
     successors: list[list[int]] = [[] for _ in blocks]
     predecessors: list[list[int]] = [[] for _ in blocks]

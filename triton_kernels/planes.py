@@ -74,3 +74,25 @@ def constants(planes: RowPlanes) -> dict[str, Any]:
         "ROPE_SCALED": planes.rope_scaled,
         "E8M0": scales is not None and scales.dtype == torch.float8_e8m0fnu,
     }
+
+
+def group_blocks(planes: RowPlanes) -> dict[str, int]:
+    """Powers of two that hold the latent columns and the rope columns of one scale group."""
+    group = planes.scale_group
+    return {
+        "LATENT_BLOCK": next_power_of_two(min(group, planes.latent.shape[2])),
+        "ROPE_BLOCK": next_power_of_two(min(group, planes.rope.shape[2])),
+    }
+
+
+def scale_geometry(planes: RowPlanes) -> tuple[int, int, int, int]:
+    """Pages of the scale plane and its strides (page, slot, group); without scales, the value pages and zeros."""
+    if planes.scales is None:
+        return planes.latent.shape[0], 0, 0, 0
+    stride_page, stride_slot, stride_group = planes.scales.stride()
+    return planes.scales.shape[0], stride_page, stride_slot, stride_group
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two >= n >= 1."""
+    return 1 << (n - 1).bit_length()

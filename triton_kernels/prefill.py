@@ -2,14 +2,14 @@
 
 contract   q [T, H, DK], k [K, HK, DK], v [K, HK, DV] of one dtype (bf16/fp16/float32), HK a divisor of H (query head h
            reads key head h // (H // HK)); request b owns tokens query_start_loc[b] .. query_start_loc[b + 1] and keys
-           key_start_loc[b] .. key_start_loc[b + 1]. Causal: the last query sees all keys, each one before it one less.
+           key_start_loc[b] .. key_start_loc[b + 1]. Causal: the last query sees all keys, each before it one less.
            Writes out [T, H, DV] and, if given, lse [T, H] float32 (natural log of the sum of exp(sm_scale * q.k))
 meaning    softmax(sm_scale * q k^T) v in float32; p is rounded to v's dtype for the second product
 empty      a row that sees no key, and tokens past query_start_loc[B]: out 0, lse -inf
 grid       (T // 128 + B + 1, H) tiles of rows, last first: under a causal mask those have the most to do
 cost       2 (DK + DV) FLOPs a (query, key, head), half of them masked away: 640 at 192 / 128
-limits     DK and DV at most 256; columns adjacent. A key that holds NaN reaches all rows of a tile it is masked from only
-           partly, since 0 * NaN is NaN: keep NaN out of v. No scales: 8-bit caches go through decompress first
+limits     DK and DV at most 256; columns adjacent. NaN in a value also reaches rows of its tile that don't see it,
+           since 0 * NaN is NaN. No scales: 8-bit caches go through decompress first
 
 A prompt with a cached context is computed in pieces: its own keys causally, then chunks of the context without a mask
 (every query sees them whole), each with its LSE, and the pieces go through merge.
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from pagedmla.kv_cache.checks import expect_same_device, expect_tensor, refuse
 from pagedmla.triton_kernels.device.requests import find_request, first_tile
-from pagedmla.triton_kernels.launch import launch, shared_bytes_of
+from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import WIDE_DTYPES, as_int32
+from pagedmla.triton_kernels.targets import Target, target_of
 
 _MAX_COLUMNS = 256
 
@@ -66,7 +67,7 @@ def prefill(
     expect_same_device(q, "q", k=k, v=v, out=out, lse=lse, query_start_loc=start_loc, key_start_loc=key_loc)
     if tokens == 0 or heads == 0:
         return
-    known = constants(q.dtype, key_columns, value_columns, causal, shared_bytes_of(q.device))
+    known = constants(q.dtype, key_columns, value_columns, causal, target_of(q.device))
     launch(
         prefill_kernel,
         (tokens // known["BLOCK_M"] + requests + 1, heads),
@@ -90,16 +91,14 @@ def prefill(
     )
 
 
-def constants(
-    dtype: torch.dtype, key_columns: int, value_columns: int, causal: bool, shared_bytes: int
-) -> dict[str, Any]:
-    """Compile-time constants and options for a GPU with `shared_bytes` a block.
+def constants(dtype: torch.dtype, key_columns: int, value_columns: int, causal: bool, target: Target) -> dict[str, Any]:
+    """Compile-time constants and options for a GPU.
 
     Columns go in two parts, powers of two, so that 192 costs 128 + 64, not 256. The tile is the first that fits: q, and
     keys and values once a stage.
     """
     key_parts, value_parts = split_columns(key_columns), split_columns(value_columns)
-    block_m, block_n, stages = _choose_tile(dtype.itemsize, sum(key_parts), sum(value_parts), shared_bytes)
+    block_m, block_n, stages = _choose_tile(dtype.itemsize, sum(key_parts), sum(value_parts), target.shared_per_block)
     return {
         "KEY_COLUMNS": key_columns,
         "KEY_HEAD": key_parts[0],
@@ -110,13 +109,16 @@ def constants(
         "CAUSAL": causal,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
+        "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee",  # of float32 products
         "num_warps": 8 if block_m == 128 else 4,
         "num_stages": stages,
     }
 
 
 def _choose_tile(itemsize: int, key_columns: int, value_columns: int, shared_bytes: int) -> tuple[int, int, int]:
-    tiles = [(128, 64, 2), (128, 64, 1), (64, 64, 1), (64, 32, 1)] if itemsize == 2 else [(64, 32, 2), (64, 32, 1)]
+    tiles = [(64, 32, 2), (64, 32, 1)]
+    if itemsize == 2:
+        tiles = [(128, 128, 2), (128, 64, 2), (128, 64, 1), (64, 64, 1), (64, 32, 1)]
     for rows, keys, stages in tiles:
         if (rows * key_columns + stages * keys * (key_columns + value_columns)) * itemsize <= shared_bytes:
             return rows, keys, stages
@@ -163,6 +165,7 @@ def prefill_kernel(
     CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -206,13 +209,15 @@ def prefill_kernel(
     for first in range(0, whole, BLOCK_N):
         acc_head, acc_tail, largest, weight = _attend(
             q_head, q_tail, acc_head, acc_tail, largest, weight, k, v, first, limit, seen, scale, stride_k_token,
-            stride_v_token, KEY_COLUMNS, KEY_HEAD, KEY_TAIL, VALUE_COLUMNS, VALUE_HEAD, VALUE_TAIL, BLOCK_N, False,
-        )
+            stride_v_token, KEY_COLUMNS, KEY_HEAD, KEY_TAIL, VALUE_COLUMNS, VALUE_HEAD, VALUE_TAIL, BLOCK_N,
+            PRECISION, False,
+        )  # fmt: skip
     for first in range(whole, seen, BLOCK_N):
         acc_head, acc_tail, largest, weight = _attend(
             q_head, q_tail, acc_head, acc_tail, largest, weight, k, v, first, limit, seen, scale, stride_k_token,
-            stride_v_token, KEY_COLUMNS, KEY_HEAD, KEY_TAIL, VALUE_COLUMNS, VALUE_HEAD, VALUE_TAIL, BLOCK_N, True,
-        )
+            stride_v_token, KEY_COLUMNS, KEY_HEAD, KEY_TAIL, VALUE_COLUMNS, VALUE_HEAD, VALUE_TAIL, BLOCK_N,
+            PRECISION, True,
+        )  # fmt: skip
 
     empty = weight == 0.0
     divisor = tl.where(empty, 1.0, weight)
@@ -249,6 +254,7 @@ def _attend(
     VALUE_HEAD: tl.constexpr,
     VALUE_TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One tile of keys: scores, online softmax, values."""
@@ -258,12 +264,11 @@ def _attend(
         readable = key >= 0
     k_rows = k + key.to(tl.int64) * stride_k_token
     v_rows = v + key.to(tl.int64) * stride_v_token
-    precision: tl.constexpr = "ieee" if q_head.dtype == tl.float32 else "tf32"
     k_head = _load_columns(k_rows, readable, 0, KEY_HEAD, KEY_COLUMNS)  # [BLOCK_N, KEY_HEAD]
-    score = tl.dot(q_head, tl.trans(k_head), input_precision=precision)  # [BLOCK_M, BLOCK_N]
+    score = tl.dot(q_head, tl.trans(k_head), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
     if KEY_TAIL:
         k_tail = _load_columns(k_rows, readable, KEY_HEAD, KEY_TAIL, KEY_COLUMNS)  # [BLOCK_N, KEY_TAIL]
-        score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision=precision)
+        score = tl.dot(q_tail, tl.trans(k_tail), score, input_precision=PRECISION)
     score *= scale
     if MASKED:
         score = tl.where(key[None, :] < limit[:, None], score, float("-inf"))
@@ -273,10 +278,10 @@ def _attend(
     p = tl.exp2(score - shift[:, None])
     weight = weight * fade + tl.sum(p, 1)
     v_head = _load_columns(v_rows, readable, 0, VALUE_HEAD, VALUE_COLUMNS)  # [BLOCK_N, VALUE_HEAD]
-    acc_head = tl.dot(p.to(v_head.dtype), v_head, acc_head * fade[:, None], input_precision=precision)
+    acc_head = tl.dot(p.to(v_head.dtype), v_head, acc_head * fade[:, None], input_precision=PRECISION)
     if VALUE_TAIL:
         v_tail = _load_columns(v_rows, readable, VALUE_HEAD, VALUE_TAIL, VALUE_COLUMNS)  # [BLOCK_N, VALUE_TAIL]
-        acc_tail = tl.dot(p.to(v_tail.dtype), v_tail, acc_tail * fade[:, None], input_precision=precision)
+        acc_tail = tl.dot(p.to(v_tail.dtype), v_tail, acc_tail * fade[:, None], input_precision=PRECISION)
     return acc_head, acc_tail, highest, weight
 
 

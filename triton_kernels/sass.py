@@ -18,7 +18,9 @@ from collections.abc import Iterable, Sequence
 from pagedmla.triton_kernels.loops import Instruction, Loop, main_loop
 
 _LABEL = re.compile(r"^(\.L_x_\w+|\$?[\w.$]+):$")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?P<guard>@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;]*);")
+_INSTRUCTION = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?P<guard>@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;]*);"
+)
 _TARGET = re.compile(r"`\((\.L_x_\w+)\)")
 
 _CLASSES = {
@@ -31,8 +33,8 @@ _CLASSES = {
     "float": r"FFMA2?|FMUL2?|FADD2?|FMNMX3?|FSETP|FSEL|FCHK",
     "special": r"MUFU",
     "shuffle": r"SHFL|REDUX|VOTEU?|MATCH",
-    "control": r"BRA|BSSY|BSYNC|BREAK|BAR|EXIT|RET|CALL|NOP|WARPSYNC|WARPGROUP|DEPBAR|LDGDEPBAR|SYNCS|MEMBAR|FENCE|ERRBAR"
-    r"|CCTL|ELECT|NANOSLEEP|YIELD|ARRIVES|ENDCOLLECTIVE|UCGABAR_\w+",
+    "control": r"BRA|BSSY|BSYNC|BREAK|BAR|EXIT|RET|CALL|NOP|WARPSYNC|WARPGROUP|DEPBAR|LDGDEPBAR|SYNCS|MEMBAR|FENCE"
+    r"|ERRBAR|CCTL|ELECT|NANOSLEEP|YIELD|ARRIVES|ENDCOLLECTIVE|UCGABAR_\w+",
 }
 _CLASS_OF = {name: re.compile(pattern) for name, pattern in _CLASSES.items()}
 
@@ -60,16 +62,12 @@ def classify(instruction: Instruction) -> str:
 
 
 def find_main_loop(code: Sequence[Instruction]) -> Loop | None:
-    """The loop with the most tensor instructions; in a kernel without any, the one with the most global accesses."""
-    for wanted in ("tensor", "global"):
-        loop = main_loop(code, lambda instruction: classify(instruction) == wanted)
-        if loop:
-            return loop
-    return None
+    """The loop with the most tensor instructions; None in a kernel without any."""
+    return main_loop(code, lambda instruction: classify(instruction) == "tensor")
 
 
 def straight_line(code: Sequence[Instruction]) -> list[Instruction]:
-    """The program of a kernel without a loop: all up to its last EXIT (behind it stand a self-branch and padding)."""
+    """The whole program: all up to its last EXIT (behind it stand a self-branch and padding)."""
     last = max((i for i, instruction in enumerate(code) if instruction.opcode.split(".")[0] == "EXIT"), default=-1)
     return list(code[: last + 1])
 

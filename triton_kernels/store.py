@@ -1,10 +1,10 @@
 """Store: quantise this step's latent and rope and write them, with their scales, into the cache.
 
-contract   latent [T, L], rope [T, 64] bf16/fp16/float32; token i of request b goes to position cache_length[b] + i, whose
-           page both tables name (`store`), or to the slot that a mapping names (`store_slots`).
+contract   latent [T, L], rope [T, 64] bf16/fp16/float32; token i of request b goes to position cache_length[b] + i,
+           whose page both tables name (`store`), or to the slot that a mapping names (`store_slots`).
            Writes exactly a row's bytes and its scales. A scale plane that is one repeated address is read instead.
-           Dropped whole, values and scales: tokens past query_start_loc[B], negative slots and positions, positions past
-           the table, page ids outside either pool
+           Dropped whole, values and scales: tokens past query_start_loc[B], negative slots and positions, positions
+           past the table, page ids outside either pool
 meaning    pagedmla.kv_cache.layouts.CacheLayout.quantize, byte for byte
 grid       (ceildiv(T, 16),): 16 tokens a program keep neighbouring sigmas in one 64-byte line
 cost       1,152 bytes read (bf16) and 644 written (fp8_rope_bf16) a token: 0.37 us per 1,000 tokens at 4.8 TB/s
@@ -23,9 +23,9 @@ from torch import Tensor
 from pagedmla.kv_cache.checks import ceildiv, expect_same_device, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import RowPlanes
 from pagedmla.triton_kernels.device.encode import encode_e4m3
-from pagedmla.triton_kernels.device.token_requests import find_token_requests
 from pagedmla.triton_kernels.device.saturate import saturate
 from pagedmla.triton_kernels.device.sigma import measure_sigma, pack_sigma, unpack_sigma
+from pagedmla.triton_kernels.device.token_requests import find_token_requests
 from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import (
     ROPE,
@@ -35,8 +35,11 @@ from pagedmla.triton_kernels.planes import (
     check_planes,
     check_table,
     constants,
+    group_blocks,
     is_repeated,
+    scale_geometry,
 )
+from pagedmla.triton_kernels.targets import target_of
 
 TOKENS = 16
 _SIGMA_LIMITS = {  # see pagedmla.kv_cache.quantise
@@ -59,7 +62,7 @@ def store(
 ) -> None:
     """Write this step's tokens through the tables.
 
-    lookup_table, scales_lookup_table [B, W] int32 or uint32; cache_lengths [B], query_start_loc [B + 1] int32 or uint32.
+    lookup_table, scales_lookup_table [B, W], cache_lengths [B], query_start_loc [B + 1]: int32 or uint32.
     `power_of_two` rounds measured scales up to one. Without a table of their own the scales follow lookup_table.
     """
     requests = cache_lengths.shape[0] if cache_lengths.dim() == 1 else -1
@@ -115,11 +118,9 @@ def _launch(latent: Tensor, rope: Tensor, planes: RowPlanes, power_of_two: bool,
         if rows.stride(1) != 1:
             refuse(name, "adjacent columns (stride(1) 1)", rows.stride())
     expect_same_device(latent, "latent", rope=rope, pool=planes.latent)
-    scales = planes.scales
-    if scales is None:
-        scale_pages, scale_strides = pages, (0, 0, 0)
-    else:
-        scale_pages, scale_strides = scales.shape[0], scales.stride()
+    scale_pages, *scale_strides = scale_geometry(planes)
+    if max(pages, scale_pages) * page_size >= 2**31:
+        refuse("planes.latent", "fewer than 2^31 slots", f"{max(pages, scale_pages)} pages of {page_size}")
     tokens = latent.shape[0]
     if tokens == 0 or pages == 0 or page_size == 0:
         return
@@ -130,7 +131,7 @@ def _launch(latent: Tensor, rope: Tensor, planes: RowPlanes, power_of_two: bool,
         rope,
         as_bytes(planes.latent),
         as_bytes(planes.rope),
-        as_bytes(scales),
+        as_bytes(planes.scales),
         *address,
         tokens,
         page_size,
@@ -148,7 +149,7 @@ def _launch(latent: Tensor, rope: Tensor, planes: RowPlanes, power_of_two: bool,
 
 
 def _constants(planes: RowPlanes, power_of_two: bool) -> dict[str, Any]:
-    known = constants(planes)
+    known = {**constants(planes), **group_blocks(planes)}
     scale_dtype = torch.float32 if planes.scales is None else planes.scales.dtype
     floor, ceiling = _SIGMA_LIMITS[scale_dtype]
     known |= {
@@ -156,7 +157,7 @@ def _constants(planes: RowPlanes, power_of_two: bool) -> dict[str, Any]:
         "POWER_OF_TWO": power_of_two or known["E8M0"],
         "FLOOR": floor,
         "CEILING": ceiling,
-        "GROUP_BLOCK": triton.next_power_of_2(min(known["GROUP"], known["LATENT"] + known["ROPE"])),
+        "ROUNDS_E4M3": target_of(planes.latent.device).rounds_e4m3,
         "TOKENS": TOKENS,
     }
     return known
@@ -203,18 +204,19 @@ def store_kernel(
     POWER_OF_TWO: tl.constexpr,
     FLOOR: tl.constexpr,
     CEILING: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    ROUNDS_E4M3: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if SLOTS:
-        page, slot, scale_page, scale_slot = _find_slots(
-            value_address, scale_address, token, tokens, page_size, stride_value_address, stride_scale_address
-        )
+        page, slot = _find_slots(value_address, stride_value_address, token, tokens, pages, page_size)
+        scale_page, scale_slot = _find_slots(scale_address, stride_scale_address, token, tokens, scale_pages, page_size)
     else:
         page, slot, scale_page = _find_pages(
-            value_address, scale_address, cache_lengths, query_start_loc, token, tokens, requests, page_size, table_width,
-            stride_value_address, stride_scale_address,
+            value_address, scale_address, cache_lengths, query_start_loc, token, tokens, requests, page_size,
+            table_width, stride_value_address, stride_scale_address,
         )
         scale_slot = slot
     kept = (page >= 0) & (page < pages) & (scale_page >= 0) & (scale_page < scale_pages)  # [TOKENS]
@@ -229,14 +231,22 @@ def store_kernel(
         _copy_columns(rope_row, pool_rope_row, kept, ROPE)
     else:
         scales_row = pool_scales + scale_page * stride_scales_page + scale_slot * stride_scales_slot
-        for group in range(GROUPS):
-            sigma = _store_group(
-                latent_row, rope_row, pool_latent_row, pool_rope_row, scales_row, group, kept,
-                LATENT, ROPE, FP8_ROPE, GROUP, E8M0, FIXED_SIGMA, POWER_OF_TWO, FLOOR, CEILING, GROUP_BLOCK,
-            )
-            if ROPE_SCALED and not FP8_ROPE:
-                _copy_divided(rope_row, pool_rope_row, sigma, kept, ROPE)
-            scales_row += stride_scales_group
+        if GROUPS <= 8:
+            for group in tl.static_range(GROUPS):  # a number known to the compiler: parts that a group lacks vanish
+                _store_group(
+                    latent_row, rope_row, pool_latent_row, pool_rope_row, scales_row, group, kept, LATENT, ROPE,
+                    FP8_ROPE, GROUP, ROPE_SCALED, E8M0, FIXED_SIGMA, POWER_OF_TWO, FLOOR, CEILING, LATENT_BLOCK,
+                    ROPE_BLOCK, ROUNDS_E4M3,
+                )  # fmt: skip
+                scales_row += stride_scales_group
+        else:
+            for group in range(GROUPS):
+                _store_group(
+                    latent_row, rope_row, pool_latent_row, pool_rope_row, scales_row, group, kept, LATENT, ROPE,
+                    FP8_ROPE, GROUP, ROPE_SCALED, E8M0, FIXED_SIGMA, POWER_OF_TWO, FLOOR, CEILING, LATENT_BLOCK,
+                    ROPE_BLOCK, ROUNDS_E4M3,
+                )  # fmt: skip
+                scales_row += stride_scales_group
         if not ROPE_SCALED:
             _copy_columns(rope_row, pool_rope_row, kept, ROPE)
 
@@ -254,36 +264,54 @@ def _store_group(
     ROPE: tl.constexpr,
     FP8_ROPE: tl.constexpr,
     GROUP: tl.constexpr,
+    ROPE_SCALED: tl.constexpr,
     E8M0: tl.constexpr,
     FIXED_SIGMA: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     FLOOR: tl.constexpr,
     CEILING: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    ROUNDS_E4M3: tl.constexpr,
 ):
-    """Quantise and write the columns of one scale group, and its scale. Returns that scale as float32 [TOKENS]."""
-    offset = tl.arange(0, GROUP_BLOCK)
-    column = (group * GROUP + offset)[None, :]
-    in_group = kept[:, None] & (offset < GROUP)[None, :]
-    in_latent = in_group & (column < LATENT)
-    x = tl.load(latent_row[:, None] + column, mask=in_latent, other=0.0).to(tl.float32)  # [TOKENS, GROUP_BLOCK]
-    if FP8_ROPE:
-        in_rope = in_group & (column >= LATENT) & (column < LATENT + ROPE)
-        rope_x = tl.load(rope_row[:, None] + (column - LATENT), mask=in_rope, other=0.0).to(tl.float32)
-        x = tl.where(column < LATENT, x, rope_x)
+    """Quantise and write the columns of one scale group: those of the latent, those of the rope, and the scale."""
+    first = group * GROUP
+    end = first + GROUP
+    column = first + tl.arange(0, LATENT_BLOCK)
+    in_latent = kept[:, None] & ((column < end) & (column < LATENT))[None, :]
+    latent_x = tl.load(latent_row[:, None] + column[None, :], mask=in_latent, other=0.0).to(tl.float32)
+    rope_column = tl.arange(0, ROPE_BLOCK)
+    if first > LATENT:
+        rope_column += first - LATENT
+    in_rope = kept[:, None] & ((rope_column < end - LATENT) & (rope_column < ROPE))[None, :]
+    rope_x = tl.zeros([kept.shape[0], ROPE_BLOCK], tl.float32)
+    if FP8_ROPE and end > LATENT:
+        rope_x = tl.load(rope_row[:, None] + rope_column[None, :], mask=in_rope, other=0.0).to(tl.float32)
+
     if FIXED_SIGMA:
         sigma = unpack_sigma(tl.load(scale, mask=kept, other=1), E8M0)
     else:
-        magnitude = tl.abs(x)
-        amax = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
+        amax = _largest_finite(latent_x)
+        if FP8_ROPE and end > LATENT:
+            amax = tl.maximum(amax, _largest_finite(rope_x))
         packed = pack_sigma(measure_sigma(amax, FLOOR, CEILING, POWER_OF_TWO), E8M0, scale.dtype.element_ty)
         tl.store(scale, packed, mask=kept)
         sigma = unpack_sigma(packed, E8M0)
-    code = encode_e4m3(x * tl.div_rn(1.0, sigma)[:, None])
-    tl.store(pool_latent_row[:, None] + column, code, mask=in_latent)
+    inverse = tl.div_rn(1.0, sigma)[:, None]
+    tl.store(pool_latent_row[:, None] + column[None, :], encode_e4m3(latent_x * inverse, ROUNDS_E4M3), mask=in_latent)
     if FP8_ROPE:
-        tl.store(pool_rope_row[:, None] + (column - LATENT), code, mask=in_rope)
-    return sigma
+        if end > LATENT:
+            code = encode_e4m3(rope_x * inverse, ROUNDS_E4M3)
+            tl.store(pool_rope_row[:, None] + rope_column[None, :], code, mask=in_rope)
+    elif ROPE_SCALED:
+        _copy_divided(rope_row, pool_rope_row, inverse, kept, ROPE)
+
+
+@triton.jit
+def _largest_finite(x):
+    """Largest |x| of each row over what is neither NaN nor infinite."""
+    magnitude = tl.abs(x)
+    return tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
 
 
 @triton.jit
@@ -295,10 +323,10 @@ def _copy_columns(source_row, target_row, kept, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _copy_divided(source_row, target_row, sigma, kept, COLUMNS: tl.constexpr):
+def _copy_divided(source_row, target_row, inverse, kept, COLUMNS: tl.constexpr):
     """Copy rows times 1 / sigma, which is how a prescaled rope is stored."""
     column = tl.arange(0, COLUMNS)[None, :]
-    x = tl.load(source_row[:, None] + column, mask=kept[:, None]).to(tl.float32) * tl.div_rn(1.0, sigma)[:, None]
+    x = tl.load(source_row[:, None] + column, mask=kept[:, None]).to(tl.float32) * inverse
     tl.store(target_row[:, None] + column, saturate(x, target_row.dtype.element_ty), mask=kept[:, None])
 
 
@@ -320,21 +348,19 @@ def _find_pages(
     request = find_token_requests(query_start_loc, requests, token)
     real = (token < tokens) & (request < requests)
     first = tl.load(query_start_loc + request, mask=real, other=0)
-    position = tl.load(cache_lengths + request, mask=real, other=-1).to(tl.int64) + (token - first)
+    position = tl.load(cache_lengths + request, mask=real, other=-1) + (token - first)
     column = position // page_size
     real &= (position >= 0) & (column < table_width)
     row = request.to(tl.int64)
     page = tl.load(lookup_table + row * stride_table + column, mask=real, other=0).to(tl.int64)
     scale_page = tl.load(scales_lookup_table + row * stride_scales_table + column, mask=real, other=0).to(tl.int64)
-    return tl.where(real, page, -1), position % page_size, tl.where(real, scale_page, -1)
+    return tl.where(real, page, -1), (position % page_size).to(tl.int64), tl.where(real, scale_page, -1)
 
 
 @triton.jit
-def _find_slots(slot_mapping, scales_slot_mapping, token, tokens, page_size, stride_mapping, stride_scales_mapping):
-    """Page, slot, scale page and scale slot of each token, int64; pages are -1 where a token has none."""
-    index = token.to(tl.int64)
-    place = tl.load(slot_mapping + index * stride_mapping, mask=token < tokens, other=-1)
-    scale_place = tl.load(scales_slot_mapping + index * stride_scales_mapping, mask=token < tokens, other=-1)
-    page = tl.where(place >= 0, place // page_size, -1)
-    scale_page = tl.where(scale_place >= 0, scale_place // page_size, -1)
-    return page, place % page_size, scale_page, scale_place % page_size
+def _find_slots(mapping, stride_mapping, token, tokens, pages, page_size):
+    """Page and slot of each token, int64; the page is -1 where the mapping names none of the pool."""
+    place = tl.load(mapping + token.to(tl.int64) * stride_mapping, mask=token < tokens, other=-1)
+    inside = (place >= 0) & (place < pages.to(tl.int64) * page_size)
+    near = tl.where(inside, place, 0).to(tl.int32)  # 64-bit division costs a hundred instructions
+    return tl.where(inside, near // page_size, -1).to(tl.int64), (near % page_size).to(tl.int64)

@@ -7,7 +7,12 @@ guides and LLVM's AMDGPU target (512 registers a lane and SIMD in units of 8, at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -26,33 +31,55 @@ class Target:
     warps_per_partition: int
     partitions: int
     blocks_per_unit: int
+    native_e4m3: bool  # reads e4m3 by an instruction; elsewhere bits are shifted into place
+    rounds_e4m3: bool  # rounds float32 to e4m3 once, saturating, by an instruction; elsewhere integers do it
 
     def blocks_resident(self, registers: int, warps: int, shared: int) -> int:
         """Blocks of `warps` warps with `registers` a thread and `shared` bytes that one unit holds; 0: it fits none."""
         if shared > self.shared_per_block:
             return 0
-        per_warp = -(-registers * self.warp_size // self.register_granule) * self.register_granule
-        warps_held = min(self.registers_per_partition // per_warp if per_warp else self.warps_per_partition,
-                         self.warps_per_partition) * self.partitions
-        by_shared = self.shared_per_unit // (shared + self.shared_reserved) if shared + self.shared_reserved else 1 << 30
+        granules = max(1, -(-registers * self.warp_size // self.register_granule))
+        by_registers = self.registers_per_partition // (granules * self.register_granule)
+        warps_held = min(by_registers, self.warps_per_partition) * self.partitions
+        by_shared = self.shared_per_unit // max(1, shared + self.shared_reserved)
         return min(warps_held // warps, by_shared, self.blocks_per_unit)
 
 
 def _nvidia(arch: int, shared_per_unit: int, warps_per_partition: int, blocks_per_unit: int) -> Target:
     return Target(
-        name=f"sm_{arch}", backend="cuda", arch=arch, warp_size=32,
-        shared_per_block=shared_per_unit - 1024, shared_per_unit=shared_per_unit, shared_reserved=1024,
-        registers_per_partition=16384, register_granule=256, warps_per_partition=warps_per_partition, partitions=4,
+        name=f"sm_{arch}",
+        backend="cuda",
+        arch=arch,
+        warp_size=32,
+        shared_per_block=shared_per_unit - 1024,
+        shared_per_unit=shared_per_unit,
+        shared_reserved=1024,
+        registers_per_partition=16384,
+        register_granule=256,
+        warps_per_partition=warps_per_partition,
+        partitions=4,
         blocks_per_unit=blocks_per_unit,
+        native_e4m3=arch >= 89,
+        rounds_e4m3=arch >= 90,
     )
 
 
-def _amd(arch: str, shared: int) -> Target:
+def _amd(arch: str, shared: int, native_e4m3: bool) -> Target:
     return Target(
-        name=arch, backend="hip", arch=arch, warp_size=64,
-        shared_per_block=shared, shared_per_unit=shared, shared_reserved=0,
-        registers_per_partition=512 * 64, register_granule=8 * 64, warps_per_partition=8, partitions=4,
+        name=arch,
+        backend="hip",
+        arch=arch,
+        warp_size=64,
+        shared_per_block=shared,
+        shared_per_unit=shared,
+        shared_reserved=0,
+        registers_per_partition=512 * 64,
+        register_granule=8 * 64,
+        warps_per_partition=8,
+        partitions=4,
         blocks_per_unit=16,
+        native_e4m3=native_e4m3,
+        rounds_e4m3=False,
     )
 
 
@@ -63,8 +90,8 @@ TARGETS: dict[str, Target] = {
         _nvidia(89, 100 * 1024, 12, 24),
         _nvidia(90, 228 * 1024, 16, 32),
         _nvidia(100, 228 * 1024, 16, 32),
-        _amd("gfx942", 64 * 1024),
-        _amd("gfx950", 160 * 1024),
+        _amd("gfx942", 64 * 1024, native_e4m3=False),  # its FP8 is another format
+        _amd("gfx950", 160 * 1024, native_e4m3=True),
     )
 }
 
@@ -75,3 +102,40 @@ def find_target(name: str) -> Target:
     if known is None:
         raise ValueError(f"target: expected one of {', '.join(TARGETS)}; got {name!r}")
     return known
+
+
+_assumed: ContextVar[Target | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assumed_target(target: Target) -> Iterator[None]:
+    """Have `target_of` say `target` in this thread: host code then chooses what it would choose on that GPU."""
+    token = _assumed.set(target)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target that a device is. A GPU that isn't listed is its nearest relative with its own shared memory.
+
+    Without a GPU, sm_90: the interpreter has no limits of its own.
+    """
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed
+    if device.type != "cuda":
+        return TARGETS["sm_90"]
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        name = properties.gcnArchName.split(":")[0]
+        return TARGETS.get(name) or replace(
+            TARGETS["gfx942"], name=name, arch=name, shared_per_block=properties.shared_memory_per_block
+        )
+    arch = 10 * properties.major + properties.minor
+    if f"sm_{arch}" in TARGETS:
+        return TARGETS[f"sm_{arch}"]
+    older = max((known for known in (80, 89, 90, 100) if known <= arch), default=80)
+    shared: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return replace(TARGETS[f"sm_{older}"], name=f"sm_{arch}", arch=arch, shared_per_block=shared)

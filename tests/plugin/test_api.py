@@ -116,7 +116,8 @@ def configuration(device: str = "cpu", operation: str = "attend") -> Configurati
 
 def test_the_first_that_can_and_is_expected_to_win() -> None:
     chosen = choose(configuration())
-    assert (chosen.executor.name, chosen.passed_over) == ("torch", ())
+    assert chosen.executor.name == "torch"
+    assert dict(chosen.passed_over) == {"triton": "on a CPU it runs in Triton's interpreter, which is for tests"}
     assert chosen.reason == "vectorised float32 in torch"
 
 
@@ -124,7 +125,10 @@ def test_what_can_run_without_winning_is_the_fallback() -> None:
     chosen = choose(configuration("meta"))
     assert chosen.executor.name == "torch"
     assert chosen.reason.startswith("the first that can run it")
-    assert dict(chosen.passed_over) == {"reference": "it runs on the CPU only"}
+    assert dict(chosen.passed_over) == {
+        "triton": "Triton kernels run on cuda and cpu devices, not on meta",
+        "reference": "it runs on the CPU only",
+    }
 
 
 def test_users_may_edit_the_order(monkeypatch: pytest.MonkeyPatch, step: Step) -> None:
@@ -145,7 +149,7 @@ def test_users_may_edit_the_order(monkeypatch: pytest.MonkeyPatch, step: Step) -
         choose(configuration("meta"))
     assert choose(configuration("meta"), "torch").reason == "asked for"
     monkeypatch.setenv("PAGEDMLA_EXECUTORS", "torch,cuda")
-    with pytest.raises(ValueError, match=r"PAGEDMLA_EXECUTORS: expected one of torch, reference.*; got cuda\."):
+    with pytest.raises(ValueError, match=r"PAGEDMLA_EXECUTORS: expected one of triton, torch, reference; got cuda\."):
         attend(step)
 
 

@@ -215,17 +215,19 @@ def test_explain(step: Step) -> None:
     plan = make(num_partitions=3)
     shown = plan.explain(plan.prepare(step.values, step.query_start_loc)).splitlines()
     assert shown[0] == ("plan of layout fp8_rope_bf16, H=2, pages of 4, up to 3 requests, 4 tokens and 8 keys")
-    assert shown[1:3] == [
+    assert shown[1:5] == [
         "  attend: torch (vectorised float32 in torch)",
+        "    not triton: queries over an FP8 cache are bfloat16 or float16, not float32",
         "  store: torch (vectorised float32 in torch)",
+        "    not triton: on a CPU it runs in Triton's interpreter, which is for tests",
     ]
     # 8 keys of 644 bytes, 3 tokens of 2 heads that read 576, write 512 (float32) and one lse each
     bytes_moved = 8 * 644 + 3 * 2 * (4 * (576 + 512) + 4)
     flops = 2 * (576 + 512) * 2 * 11
-    assert shown[3] == "  partitions: 3; workspace: 96 bytes"
-    assert shown[4] == f"  this step, one layer: {bytes_moved:,} bytes, {flops:,} FLOPs"
-    assert shown[5].startswith("  floor at published peaks (model, not measured): H100 SXM ")
-    assert len(shown) == 6
+    assert shown[5] == "  partitions: 3; workspace: 96 bytes"
+    assert shown[6] == f"  this step, one layer: {bytes_moved:,} bytes, {flops:,} FLOPs"
+    assert shown[7].startswith("  floor at published peaks (model, not measured): H100 SXM ")
+    assert len(shown) == 8
 
 
 def test_explain_says_why_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Buffers for kernel tests: poisoned, between sentinels, and watched.
 
-Every tensor that a kernel is handed comes from the `guarded` fixture. Its memory is filled with 0xFF, which is NaN in every
-float format and -1 in integers, with a band before and behind it; whatever isn't an element of the tensor (bands, gaps
-between rows, padding) must still be 0xFF when the test ends, and a tensor that was given its data must be unchanged.
+Every tensor that a kernel is handed comes from the `guarded` fixture. Its memory is filled with 0xFF, which is NaN in
+every float format and -1 in integers, with a band before and behind it; whatever isn't an element of the tensor
+(bands, gaps between rows, padding) must still be 0xFF when the test ends, and a tensor that was given its data must
+be unchanged.
 """
 
 from __future__ import annotations

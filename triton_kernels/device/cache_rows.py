@@ -2,6 +2,7 @@
 
 The two halves stand apart so that a loop can fetch the next tile before it works on this one and widen it afterwards.
 """
+# ruff: noqa: RUF005  Triton knows no starred expressions.
 
 import triton
 import triton.language as tl
@@ -13,7 +14,8 @@ from pagedmla.triton_kernels.device.fp8 import e4m3_to_float16
 def fetch_columns(plane, offsets, live, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
     """A tuple of COLUMNS // CHUNK tensors [TILE, CHUNK] in the plane's dtype; 0 for tokens that aren't live.
 
-    offsets  int64 [TILE], element offsets of the tokens' rows. What isn't live isn't read: NaN there would survive a weight of 0
+    offsets  int64 [TILE], element offsets of the tokens' rows. What isn't live isn't read: NaN there would survive a
+             weight of 0
     """
     chunks = ()
     for chunk in tl.static_range(COLUMNS // CHUNK):

@@ -1,7 +1,7 @@
 """From token positions to page ids and row offsets.
 
-A tile of keys lies in one page where the page size is a multiple of the tile: its id is then one scalar. Elsewhere every token
-looks its page up. Ids become int64 here, before a stride multiplies them; uint32 ids keep their value.
+A tile of keys lies in one page where the page size is a multiple of the tile: its id is then one scalar. Elsewhere
+every token looks its page up. Ids become int64 here, before a stride multiplies them; uint32 ids keep their value.
 """
 
 import triton
@@ -10,7 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def find_pages(table_row, begin, end, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Page ids of tokens `begin .. begin + TILE`: int64, a scalar or [TILE]. Columns at or past ceil(end / PAGE_SIZE) aren't read.
+    """Page ids of tokens `begin .. begin + TILE`: int64, a scalar or [TILE]. Columns at or past ceil(end / PAGE_SIZE)
+    aren't read.
 
     table_row  pointer to this request's row of a lookup table, int32 or uint32
     begin      first token, a multiple of TILE
@@ -23,9 +24,15 @@ def find_pages(table_row, begin, end, TILE: tl.constexpr, PAGE_SIZE: tl.constexp
 
 
 @triton.jit
-def row_offsets(pages, begin, stride_page, stride_slot, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Element offsets of the rows of tokens `begin .. begin + TILE`: int64 [TILE]."""
-    slot = begin % PAGE_SIZE + tl.arange(0, TILE)
-    if PAGE_SIZE % TILE != 0:
-        slot = slot % PAGE_SIZE
-    return pages * stride_page + slot.to(tl.int64) * stride_slot
+def row_offsets(pages, begin, stride_page, STRIDE_SLOT: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """`(base, offsets [TILE])`, int64: the row of token `begin + i` starts at element base + offsets[i].
+
+    In a tile that lies in one page all that changes from tile to tile is the scalar base, and what remains are
+    constants that fit the immediate offset of a load instruction.
+    """
+    token = tl.arange(0, TILE)
+    if PAGE_SIZE % TILE == 0:
+        return pages * stride_page + (begin % PAGE_SIZE).to(tl.int64) * STRIDE_SLOT, token.to(tl.int64) * STRIDE_SLOT
+    else:
+        slot = (begin % PAGE_SIZE + token) % PAGE_SIZE
+        return tl.zeros([], tl.int64), pages * stride_page + slot.to(tl.int64) * STRIDE_SLOT

@@ -1,8 +1,9 @@
 """Which request a tile of rows belongs to, when tiles of all requests stand on one grid axis.
 
 A request's rows are its query tokens times its heads, token-major. Request `b` owns the tiles from
-`query_start_loc[b] * heads // ROWS + b` on: consecutive starts are at least as far apart as the request has tiles, so the grid
-size `tokens * heads // ROWS + requests + 1` follows from capacities alone and no prefix sum over tiles is needed.
+`(query_start_loc[b] - query_start_loc[0]) * heads // ROWS + b` on: consecutive starts are at least as far apart as the
+request has tiles, so the grid size `tokens * heads // ROWS + requests + 1` follows from capacities alone and no prefix
+sum over tiles is needed. Tokens before query_start_loc[0] belong to nobody, so that the last requests can run alone.
 """
 
 import triton
@@ -12,14 +13,15 @@ import triton.language as tl
 @triton.jit
 def first_tile(query_start_loc, request, heads, ROWS: tl.constexpr):
     """The tile of the grid at which the rows of `request` start."""
-    return tl.load(query_start_loc + request) * heads // ROWS + request
+    before = tl.load(query_start_loc + request) - tl.load(query_start_loc)
+    return before * heads // ROWS + request
 
 
 @triton.jit
 def find_request(query_start_loc, tile, requests, heads, ROWS: tl.constexpr):
     """The last request whose first tile is at or before `tile`, by bisection; `requests` stands for the padding rows.
 
-    query_start_loc  pointer to int32 [requests + 1], ascending from 0
+    query_start_loc  pointer to int32 [requests + 1], ascending
     """
     low = 0
     high = requests

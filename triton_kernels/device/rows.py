@@ -1,7 +1,7 @@
 """Query rows: a request's query tokens times its heads, folded token-major into the rows of a tile.
 
-Row r of a request is head r % heads of query token r // heads, so that all rows of a tile share the keys of one request and
-each key is read once a tile.
+Row r of a request is head r % heads of query token r // heads, so that all rows of a tile share the keys of one
+request and each key is read once a tile.
 """
 
 import triton

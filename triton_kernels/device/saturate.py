@@ -1,4 +1,7 @@
-"""Casts that clamp at the largest finite number of the format instead of overflowing to infinity; NaN stays NaN."""
+"""Casts that clamp at the largest finite number of the format instead of overflowing to infinity.
+
+NaN becomes the positive quiet NaN without a payload: conversion instructions differ in the NaN that they give.
+"""
 
 import triton
 import triton.language as tl
@@ -17,4 +20,4 @@ def saturate(x, dtype: tl.constexpr):
         largest: tl.constexpr = 3.4028234663852886e38
     wide = x.to(tl.float32)
     clamped = tl.minimum(tl.maximum(wide, -largest), largest)
-    return tl.where(wide == wide, clamped, wide).to(dtype)
+    return tl.where(wide == wide, clamped.to(dtype), float("nan"))

@@ -2,6 +2,7 @@
 
 A group is `GROUP` consecutive columns of the row that share a sigma. A per-tensor sigma is a pool whose strides are 0.
 """
+# ruff: noqa: RUF005  Triton knows no starred expressions.
 
 import triton
 import triton.language as tl
@@ -10,26 +11,33 @@ from pagedmla.triton_kernels.device.sigma import unpack_sigma
 
 
 @triton.jit
-def fetch_sigma(scales, offsets, live, stride_group, GROUPS: tl.constexpr, E8M0: tl.constexpr):
+def fetch_sigma(scales, offsets, live, STRIDE_GROUP: tl.constexpr, GROUPS: tl.constexpr, E8M0: tl.constexpr):
     """A tuple of GROUPS tensors [TILE] float32; 1 for tokens that aren't live, whose slots aren't read.
 
     offsets  int64 [TILE], element offsets of the tokens' scale rows
     """
     sigma = ()
     for group in tl.static_range(GROUPS):
-        packed = tl.load(scales + offsets + group * stride_group, mask=live, other=127 if E8M0 else 1)
+        packed = tl.load(scales + offsets + group * STRIDE_GROUP, mask=live, other=127 if E8M0 else 1)
         sigma = sigma + (unpack_sigma(packed, E8M0),)
     return sigma
 
 
 @triton.jit
 def fetch_column_sigma(
-    scales, offsets, live, stride_group, first, COLUMNS: tl.constexpr, GROUP: tl.constexpr, E8M0: tl.constexpr
+    scales,
+    offsets,
+    live,
+    STRIDE_GROUP: tl.constexpr,
+    first,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    E8M0: tl.constexpr,
 ):
     """float32 [TILE, COLUMNS]: the scale of every element of columns `first .. first + COLUMNS`."""
     group = (first + tl.arange(0, COLUMNS)) // GROUP
     packed = tl.load(
-        scales + offsets[:, None] + (group * stride_group)[None, :], mask=live[:, None], other=127 if E8M0 else 1
+        scales + offsets[:, None] + (group * STRIDE_GROUP)[None, :], mask=live[:, None], other=127 if E8M0 else 1
     )
     return unpack_sigma(packed, E8M0)
 

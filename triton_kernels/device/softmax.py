@@ -1,8 +1,9 @@
-"""Online softmax whose weights carry the scales of the values.
+"""Online softmax whose weights carry the scales of the values, all in log2 units.
 
-Two running maxima a row, both in log2 units: `peak` of the scores, which the sum is relative to, and `weight_peak` of the scores
-plus log2(sigma), which the weights handed to the value MMA are relative to. A weight p * sigma is therefore at most 2^HEADROOM
-whatever the size of sigma, and keeps a 16-bit format's full precision down to 2^-(14 + HEADROOM) of the row's largest.
+One running maximum a row, of score + log2(sigma). Relative to it a weight p * sigma is at most 1 whatever the size of
+sigma, so that a 16-bit weight never underflows because sigma is small, and p itself stays within float32 for sigma
+from 2^-100 to 2^119, the range that the cache's writers keep: a key's own p is at most 1 / sigma, and the largest is
+at least 2^-119.
 """
 
 import triton
@@ -10,21 +11,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _larger_pair(a0, a1, b0, b1):
-    return tl.maximum(a0, b0), tl.maximum(a1, b1)
+def advance_peak(scores, peak):
+    """The running maximum [ROWS] after a tile of (weighted) scores [TILE, ROWS]."""
+    return tl.maximum(peak, tl.max(scores, 0))
 
 
 @triton.jit
 def finite_or_zero(peak):
     """A maximum to subtract: 0 for a row that has seen no key, so that -inf - -inf doesn't arise."""
     return tl.where(peak == float("-inf"), 0.0, peak)
-
-
-@triton.jit
-def advance_peaks(scores, weighted, peak, weight_peak):
-    """Running maxima [ROWS] after a tile of scores and weighted scores [TILE, ROWS]; one reduction for both."""
-    tile_peak, tile_weight_peak = tl.reduce((scores, weighted), 0, _larger_pair)
-    return tl.maximum(peak, tile_peak), tl.maximum(weight_peak, tile_weight_peak)
 
 
 @triton.jit

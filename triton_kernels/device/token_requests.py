@@ -1,6 +1,6 @@
 """Which request each token of a block belongs to, in a ragged batch given by `start_loc [B + 1]`.
 
-For kernels whose programs take any tokens, whosever they are; `requests` serves those whose tiles stay within a request.
+For kernels whose programs take any tokens, whosever they are; `requests` serves tiles that stay within a request.
 """
 
 import triton

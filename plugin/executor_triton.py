@@ -1,0 +1,190 @@
+"""The Triton kernels: on a GPU compiled, on a CPU run by the corrected interpreter, which is exact and slow.
+
+Triton is imported when a kernel first runs. A step without splits is one launch. A split step is a launch for the parts
+and one to merge them; where prompts stand behind the decode rows (`mixed_step_split`) and the step is too large to be
+split whole, the prompts are a launch of their own.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import ceildiv, dtype_name
+from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Executor, Workspace
+from pagedmla.plugin.step import Step
+from pagedmla.reference import vectorised
+
+SPLIT_TOKENS_A_REQUEST = 8  # of query, at most: what speculative decoding brings
+KEYS_A_PART = 512  # at least: a part costs a partial row written and read again
+WAVES = 2  # of thread blocks that a split should bring to every multiprocessor
+ROWS_A_BLOCK = 64
+
+
+class TritonExecutor(Executor):
+    name = "triton"
+    summary = "Triton kernels on the GPU"
+
+    def refusal(self, configuration: Configuration) -> str | None:
+        if find_spec("triton") is None:
+            return "triton isn't installed: pip install pagedmla[triton]"
+        if configuration.device.type not in ("cpu", "cuda"):
+            return f"Triton kernels run on cuda and cpu devices, not on {configuration.device.type}"
+        if configuration.dtype == torch.float64:
+            return "the kernels compute in float32 at most, not in float64"
+        layout = configuration.layout
+        if layout is None:
+            return None
+        if layout.latent not in (256, 512) or layout.rope != 64:
+            return f"the kernels take latents of 512 or 256 and a rope of 64, not {layout.latent} and {layout.rope}"
+        if configuration.operation == "attend":
+            return self._attend_refusal(configuration)
+        return None
+
+    def _attend_refusal(self, configuration: Configuration) -> str | None:
+        layout, page_size = configuration.layout, configuration.page_size
+        if layout is not None and layout.quantised and configuration.dtype == torch.float32:
+            return f"queries over an FP8 cache are bfloat16 or float16, not {dtype_name(torch.float32)}"
+        if page_size is not None and page_size & (page_size - 1) and page_size % 16:
+            return f"page sizes are powers of two or multiples of 16, not {page_size}"
+        if configuration.num_heads is not None and configuration.num_heads > 128:
+            return f"the kernels take up to 128 heads, not {configuration.num_heads}"
+        return None
+
+    def drawback(self, configuration: Configuration) -> str | None:
+        if configuration.device.type == "cuda":
+            return None
+        return "on a CPU it runs in Triton's interpreter, which is for tests"
+
+    def default_partitions(self, configuration: Configuration, capacity: Capacity) -> int:
+        """As many parts as bring WAVES blocks to each multiprocessor, none shorter than KEYS_A_PART keys."""
+        rows = ceildiv(capacity.max_tokens, capacity.max_batch) * (configuration.num_heads or 1)
+        blocks = capacity.max_batch * ceildiv(rows, ROWS_A_BLOCK)
+        wanted = ceildiv(WAVES * _multiprocessors(configuration.device), blocks)
+        return max(1, min(wanted, capacity.max_cache_length // KEYS_A_PART))
+
+    def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
+        base = super().workspace(configuration, capacity, num_partitions)
+        if num_partitions == 1 or configuration.layout is None:
+            return base
+        tokens = min(capacity.max_tokens, SPLIT_TOKENS_A_REQUEST * capacity.max_batch)
+        shape = (num_partitions, tokens, configuration.num_heads or 0, configuration.layout.latent)
+        return Workspace(base.partial_lse, torch.empty(shape, dtype=torch.float32, device=configuration.device))
+
+    def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
+        planes = _planes(step)
+        if options.num_partitions == 1:
+            _attend(step, planes, q, out, lse, options, 0, step.batch)
+            return
+        split_tokens = _split_capacity(options, q)
+        if step.num_tokens <= split_tokens:
+            _attend_split(step, planes, q, out, lse, options, step.batch)
+            return
+        decode_requests, decode_tokens = step.decode_rows()
+        if 0 < decode_tokens <= split_tokens:
+            _attend_split(
+                step, planes, q[:decode_tokens], out[:decode_tokens], lse[:decode_tokens], options, decode_requests
+            )
+            _attend(step, planes, q, out, lse, options, decode_requests, step.batch)
+        else:
+            _attend(step, planes, q, out, lse, options, 0, step.batch)
+
+    def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
+        from pagedmla.triton_kernels.store import store
+
+        store(
+            latent,
+            rope,
+            _planes(step),
+            step.cache.lookup_table,
+            step.cache.cache_lengths,
+            step.query_start_loc,
+            step.cache.scales_lookup_table,
+            power_of_two=power_of_two,
+        )
+        return vectorised.dropped_from_step(step.cache, step.layout, step.query_start_loc) if step.on_host else None
+
+    def store_slots(
+        self, step: Step, latent: Tensor, rope: Tensor, slots: Tensor, scale_slots: Tensor, *, power_of_two: bool
+    ) -> Tensor | None:
+        from pagedmla.triton_kernels.store import store_slots
+
+        store_slots(latent, rope, _planes(step), slots, scale_slots, power_of_two=power_of_two)
+        return vectorised.dropped_tokens(step.cache, step.layout, slots, scale_slots) if step.on_host else None
+
+    def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
+        from pagedmla.triton_kernels.merge import merge
+
+        merge(outs, lses, out, lse)
+
+
+def _planes(step: Step) -> RowPlanes:
+    return step.layout.planes(step.cache.value_pool, step.cache.scale_pool, step.layer)
+
+
+def _split_capacity(options: AttendOptions, q: Tensor) -> int:
+    """Tokens that a split step may have: the plan's, or without a plan as many as there are."""
+    if options.workspace is None:
+        return int(q.shape[0])
+    return 0 if options.workspace.partial_out is None else int(options.workspace.partial_out.shape[1])
+
+
+def _attend(
+    step: Step,
+    planes: RowPlanes,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttendOptions,
+    first: int,
+    end: int,
+) -> None:
+    """Requests first .. end - 1, whole (`out [T, H, latent]`) or in parts (`out [S, T, H, latent]`)."""
+    cache = step.cache
+    where = (planes, cache.lookup_table[first:end], cache.cache_lengths[first:end])
+    scales_table = cache.scales_lookup_table[first:end]
+    if step.one_token_each and first == 0:
+        from pagedmla.triton_kernels.decode import attend_decode
+
+        attend_decode(q, *where, out, lse, scales_table, sm_scale=options.sm_scale, causal=options.causal)
+        return
+    from pagedmla.triton_kernels.mixed import attend_mixed
+
+    attend_mixed(
+        q,
+        *where,
+        step.query_start_loc[first : end + 1],
+        out,
+        lse,
+        scales_table,
+        sm_scale=options.sm_scale,
+        max_query_len=step.max_query_length(),
+        causal=options.causal,
+    )
+
+
+def _attend_split(
+    step: Step, planes: RowPlanes, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions, requests: int
+) -> None:
+    """The first `requests` requests, whose tokens are all of `q`: every part, then the merge."""
+    from pagedmla.triton_kernels.merge import merge
+
+    parts, (tokens, heads, _) = options.num_partitions, q.shape
+    if options.workspace is None or options.workspace.partial_out is None:
+        partial_out = q.new_empty(parts, tokens, heads, out.shape[2], dtype=torch.float32)
+        partial_lse = q.new_empty(parts, tokens, heads, dtype=torch.float32)
+    else:
+        partial_out = options.workspace.partial_out[:parts, :tokens]
+        partial_lse = options.workspace.partial_lse[:parts, :tokens]
+    _attend(step, planes, q, partial_out, partial_lse, options, 0, requests)
+    merge(partial_out, partial_lse, out, lse)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; an H200's where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

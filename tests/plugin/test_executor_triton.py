@@ -1,0 +1,146 @@
+"""The Triton executor behind the public calls: what it refuses, and how a step becomes launches.
+
+That the kernels are right is tests/triton_kernels' business. Here one ragged step, with prompts behind its decode rows,
+goes through every form a step can take: whole, in parts, and with the prompts as a launch of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases.steps import Step, StepCase, build_step
+
+import pagedmla
+from pagedmla import get_layout
+from pagedmla.plugin.executor_triton import TritonExecutor
+from pagedmla.plugin.executors import Capacity, Configuration, Workspace, choose
+
+pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+
+CASE = StepCase((1, 2, 19), (37, 40, 19), page_size=16, heads=3, name="two decode rows and a prompt")
+ROUNDING = 4e-3  # of bf16 outputs, relative to the largest
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    made = build_step(CASE, "fp8_rope_bf16", dtype=torch.bfloat16)
+    return replace(made, values=replace(made.values, mixed_step_split=torch.tensor([2, 3], dtype=torch.int32)))
+
+
+def make_plan(step: Step, partitions: int) -> pagedmla.Plan:
+    return pagedmla.plan(
+        layout=step.layout,
+        num_heads=CASE.heads,
+        page_size=CASE.page_size,
+        max_batch=3,
+        max_tokens=22,
+        max_cache_length=64,
+        dtype=torch.bfloat16,
+        device="cpu",
+        sm_scale=step.sm_scale,
+        num_partitions=partitions,
+        executor="triton",
+    )
+
+
+@pytest.mark.parametrize("form", ["whole", "parts", "prompts apart", "too large to split", "parts without a plan"])
+def test_every_form_of_a_step(form: str, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedmla.triton_kernels import decode, merge, mixed
+
+    launches = []
+    for module, name in ((mixed, "attend_mixed"), (decode, "attend_decode"), (merge, "merge")):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, real=real, name=name, **more: (launches.append(name), real(*args, **more))
+        )
+    values, plan = step.values, None
+    if form == "parts without a plan":
+        values = replace(values, mla_num_partitions=3)
+    else:
+        plan = make_plan(step, 1 if form == "whole" else 3)
+        held = {"parts": 22, "prompts apart": 3, "too large to split": 2}.get(form)
+        if held is not None:
+            space = plan.workspace
+            assert space.partial_out is not None
+            plan = replace(plan, workspace=Workspace(space.partial_lse, space.partial_out[:, :held]))
+    out, lse = pagedmla.attend(step.q, values, step.layer, plan=plan, executor="triton", check=True, **step.call())
+    want, want_lse = step.dense_attention()
+    assert float((out.double() - want).abs().max() / want.abs().max()) < ROUNDING
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-5)
+    assert (
+        launches
+        == {
+            "whole": ["attend_mixed"],
+            "parts": ["attend_mixed", "merge"],
+            "prompts apart": ["attend_mixed", "merge", "attend_mixed"],
+            "too large to split": ["attend_mixed"],
+            "parts without a plan": ["attend_mixed", "merge"],
+        }[form]
+    )
+
+
+def test_one_token_each_is_a_decode(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedmla.triton_kernels import mixed
+
+    made = build_step(StepCase((1, 1), (20, 7), heads=2), "fp8_rope_bf16", dtype=torch.bfloat16)
+    monkeypatch.setattr(mixed, "attend_mixed", None)
+    call = {name: value for name, value in made.call().items() if name != "query_start_loc"}
+    out, _ = pagedmla.attend(made.q, made.values, made.layer, executor="triton", **call)
+    want, _ = made.dense_attention()
+    assert float((out.double() - want).abs().max() / want.abs().max()) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.float32}, r"queries over an FP8 cache are bfloat16 or float16, not float32"),
+        ({"dtype": torch.float64}, r"the kernels compute in float32 at most, not in float64"),
+        ({"page_size": 24}, r"page sizes are powers of two or multiples of 16, not 24"),
+        ({"num_heads": 129}, r"the kernels take up to 128 heads, not 129"),
+        ({"layout": get_layout("bf16", latent=384)}, r"latents of 512 or 256 and a rope of 64, not 384 and 64"),
+        ({"device": torch.device("meta")}, r"Triton kernels run on cuda and cpu devices, not on meta"),
+    ],
+)
+def test_what_it_refuses(changes: dict[str, object], message: str) -> None:
+    usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), 16, 64, torch.bfloat16)
+    assert TritonExecutor().refusal(usual) is None
+    with pytest.raises(ValueError, match=rf"executor: expected one that can run .*'triton', but .*{message}"):
+        choose(replace(usual, **changes), "triton")
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pagedmla.plugin import executor_triton
+
+    monkeypatch.setattr(executor_triton, "find_spec", lambda name: None)
+    usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"))
+    assert TritonExecutor().refusal(usual) == "triton isn't installed: pip install pagedmla[triton]"
+
+
+def test_how_many_parts_a_plan_takes_by_itself() -> None:
+    """Two blocks for each of 132 multiprocessors, no part under 512 keys, and never a number of one step's lengths."""
+    usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), 16, 64, torch.bfloat16)
+    counts = {
+        (batch, keys): TritonExecutor().default_partitions(usual, Capacity(batch, batch, keys))
+        for batch in (1, 8, 128, 1024)
+        for keys in (256, 4096, 131072)
+    }
+    assert counts == {
+        (1, 256): 1, (1, 4096): 8, (1, 131072): 256,
+        (8, 256): 1, (8, 4096): 8, (8, 131072): 33,
+        (128, 256): 1, (128, 4096): 3, (128, 131072): 3,
+        (1024, 256): 1, (1024, 4096): 1, (1024, 131072): 1,
+    }  # fmt: skip
+
+
+def test_a_store_reports_what_it_drops(step: Step) -> None:
+    cache = pagedmla.PagePool("fp8_rope_bf16", num_layers=1, page_size=16, num_pages=2)
+    cache.allocate("a")
+    made = cache.values(["a"], [2])
+    slots = torch.tensor([0, 32])
+    with pytest.warns(pagedmla.DroppedStoreWarning, match=r"1 of 2 tokens dropped, first token 1 \(value slot 32"):
+        pagedmla.store(
+            torch.ones(2, 512), torch.ones(2, 64), made.values, 0, slot_mapping=slots, layout=cache.layout,
+            executor="triton",
+        )  # fmt: skip
