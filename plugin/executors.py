@@ -49,19 +49,13 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch for the parts of a split, float32.
-
-    partial_lse  [S, max_tokens, H]: the LSE of each part
-    partial_out  [S, tokens, H, latent]: its out, for as many tokens as a step may split; None where the executor
-                 merges parts as it goes
-    """
+    """Scratch for the parts of a split: `partial_lse [S, max_tokens, H]` float32, the LSE of each part."""
 
     partial_lse: Tensor
-    partial_out: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.partial_lse, self.partial_out) if t is not None)
+        return self.partial_lse.numel() * self.partial_lse.element_size()
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,11 @@ class Executor(ABC):
         """Why it isn't expected to win, or None."""
         return None
 
-    def default_partitions(self, configuration: Configuration, capacity: Capacity) -> int:
-        """Parts that a decode row's keys are best cut into; a number of the configuration, never of a step."""
+    def partitions(self, configuration: Configuration, capacity: Capacity, requests: int, tokens: int) -> int:
+        """Parts that the keys of `requests` decode rows with `tokens` query tokens are best cut into.
+
+        A number of shapes alone, never of lengths: a captured graph replays it.
+        """
         return 1
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:

@@ -47,7 +47,8 @@ class Plan:
     device: torch.device
     sm_scale: float
     causal: bool
-    num_partitions: int
+    num_partitions: int | None
+    most_partitions: int
     attend_choice: Choice
     store_choice: Choice
     workspace: Workspace
@@ -73,12 +74,21 @@ class Plan:
             self._at_most("keys", self.max_cache_length, int(step.kv_lens().max()))
 
     def partitions(self, step: Step) -> int:
-        """Partitions of a step's decode rows: what the values' dispatch metadata asks for, else the plan's own."""
+        """Partitions of a step's decode rows: what the values' dispatch metadata asks for, else the plan's number, else
+        what the executor takes for a step of this shape."""
         asked = step.values.dispatch(step.max_query_length()).num_partitions
-        if asked is None:
+        requests, tokens = step.decode_rows()
+        return self._partitions(asked, requests, tokens)
+
+    def _partitions(self, asked: int | None, requests: int, tokens: int) -> int:
+        if asked is not None:
+            self._at_most("partitions", self.most_partitions, asked)
+            return asked
+        if self.num_partitions is not None:
             return self.num_partitions
-        self._at_most("partitions", self.workspace.partial_lse.shape[0], asked)
-        return asked
+        configuration = Configuration("attend", self.device, self.layout, self.num_heads, self.page_size, self.dtype)
+        capacity = Capacity(self.max_batch, self.max_tokens, self.max_cache_length)
+        return self.attend_choice.executor.partitions(configuration, capacity, requests, tokens)
 
     def prepare(
         self,
@@ -111,8 +121,6 @@ class Plan:
                 refuse(name, f"at least {columns} columns for the longest request", table)
         longest_query = int(query_lens.max()) if batch else 0
         asked = values.dispatch(longest_query).num_partitions
-        partitions = self.num_partitions if asked is None else asked
-        self._at_most("partitions", self.workspace.partial_lse.shape[0], partitions)
         decode_requests = decode_requests_of(values, batch, starts)
         if decode_requests is None:
             decode_requests = batch
@@ -124,7 +132,7 @@ class Plan:
             int(query_lens.sum()),
             int(kv_lens.sum()),
             int((query_lens * kv_lens).sum()),
-            partitions,
+            self._partitions(asked, decode_requests, decode_tokens),
         )
 
     def explain(self, summary: StepSummary | None = None) -> str:
@@ -138,7 +146,7 @@ class Plan:
             lines += [f"    not {name}: {reason}" for name, reason in choice.passed_over]
         if summary is None:
             pairs = self.max_tokens * self.max_cache_length
-            keys, tokens, partitions = self.max_batch * self.max_cache_length, self.max_tokens, self.num_partitions
+            keys, tokens, partitions = self.max_batch * self.max_cache_length, self.max_tokens, self.most_partitions
         else:
             pairs, keys, tokens = summary.scored_pairs, summary.key_tokens, summary.query_tokens
             partitions = summary.num_partitions
@@ -151,7 +159,8 @@ class Plan:
             io_bytes=self.dtype.itemsize,
         )
         what = "the largest step" if summary is None else "this step"
-        lines.append(f"  partitions: {partitions}; workspace: {self.workspace.nbytes:,} bytes")
+        at_most = "at most " if summary is None and self.num_partitions is None and partitions > 1 else ""
+        lines.append(f"  partitions: {at_most}{partitions}; workspace: {self.workspace.nbytes:,} bytes")
         lines.append(f"  {what}, one layer: {cost.bytes:,} bytes, {cost.flops:,} FLOPs")
         floors = ", ".join(f"{gpu.name} {cost.floor_us(gpu, fp8_mma=self.layout.quantised):,.1f} us" for gpu in GPUS)
         lines.append(f"  floor at published peaks (model, not measured): {floors}")
@@ -187,8 +196,8 @@ def plan(
     num_heads         query heads on this device; page_size: tokens a page
     max_batch         requests a step; max_tokens: query tokens a step; max_cache_length: keys a request, after the step
     dtype, device     of the queries
-    num_partitions    parts that a decode row's keys are cut into; None leaves it to the executor. The values' dispatch
-                      metadata, where present, overrides it from step to step, up to this number
+    num_partitions    parts that a decode row's keys are cut into; None leaves it to the executor, by a step's shape;
+                      the values' dispatch metadata, where present, overrides it from step to step
     executor          "auto", or one by name
 
     Raises ValueError for capacities below 1 and for what no executor can run.
@@ -214,7 +223,7 @@ def plan(
         choose(replace(configuration, operation=operation), executor) for operation in ("attend", "store")
     )
     capacity = Capacity(max_batch, max_tokens, max_cache_length)
-    partitions = num_partitions or attend_choice.executor.default_partitions(configuration, capacity)
+    most_partitions = num_partitions or attend_choice.executor.partitions(configuration, capacity, 1, 1)
     return Plan(
         layout=layout,
         num_heads=num_heads,
@@ -226,10 +235,11 @@ def plan(
         device=device,
         sm_scale=sm_scale,
         causal=causal,
-        num_partitions=partitions,
+        num_partitions=num_partitions,
+        most_partitions=most_partitions,
         attend_choice=attend_choice,
         store_choice=store_choice,
-        workspace=attend_choice.executor.workspace(configuration, capacity, partitions),
+        workspace=attend_choice.executor.workspace(configuration, capacity, most_partitions),
     )
 
 

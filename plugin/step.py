@@ -48,9 +48,11 @@ class Step:
         return decode_requests_of(self.values, self.batch, self.query_start_loc if self.on_host else None)
 
     def decode_rows(self) -> tuple[int, int]:
-        """Requests and query tokens that stand first and are decode rows, by `mixed_step_split`; (0, 0) without it."""
+        """Requests and query tokens that stand first and are decode rows, by `mixed_step_split`; all without it."""
         requests = self.decode_requests()
-        return (0, 0) if requests is None else (requests, int(self.values.mixed_step_split[1]))
+        if requests is None:
+            return self.batch, self.num_tokens
+        return requests, int(self.values.mixed_step_split[1])
 
     def max_query_length(self) -> int:
         """Largest query length of the step: exact on the host, else the caller's bound."""

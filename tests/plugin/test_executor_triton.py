@@ -14,8 +14,8 @@ from cases.steps import Step, StepCase, build_step
 
 import pagedmla
 from pagedmla import get_layout
-from pagedmla.plugin.executor_triton import TritonExecutor
-from pagedmla.plugin.executors import Capacity, Configuration, Workspace, choose
+from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor
+from pagedmla.plugin.executors import Capacity, Configuration, choose
 
 pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
 
@@ -62,9 +62,10 @@ def test_every_form_of_a_step(form: str, step: Step, monkeypatch: pytest.MonkeyP
         plan = make_plan(step, 1 if form == "whole" else 3)
         held = {"parts": 22, "prompts apart": 3, "too large to split": 2}.get(form)
         if held is not None:
-            space = plan.workspace
-            assert space.partial_out is not None
-            plan = replace(plan, workspace=Workspace(space.partial_lse, space.partial_out[:, :held]))
+            space, rows = plan.workspace, 3 * held * CASE.heads
+            assert isinstance(space, PartialStates)
+            assert space.partial_lse.shape[0] >= rows
+            plan = replace(plan, workspace=PartialStates(space.partial_lse[:rows], space.partial_out[:rows]))
     out, lse = pagedmla.attend(step.q, values, step.layer, plan=plan, executor="triton", check=True, **step.call())
     want, want_lse = step.dense_attention()
     assert float((out.double() - want).abs().max() / want.abs().max()) < ROUNDING
@@ -122,16 +123,31 @@ def test_how_many_parts_a_plan_takes_by_itself() -> None:
     """Two blocks for each of 132 multiprocessors, no part under 512 keys, and never a number of one step's lengths."""
     usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), 16, 64, torch.bfloat16)
     counts = {
-        (batch, keys): TritonExecutor().default_partitions(usual, Capacity(batch, batch, keys))
-        for batch in (1, 8, 128, 1024)
+        (requests, tokens, keys): TritonExecutor().partitions(usual, Capacity(1024, 8192, keys), requests, tokens)
+        for requests, tokens in ((1, 1), (8, 8), (8, 64), (128, 128), (1024, 1024))
         for keys in (256, 4096, 131072)
     }
     assert counts == {
-        (1, 256): 1, (1, 4096): 8, (1, 131072): 256,
-        (8, 256): 1, (8, 4096): 8, (8, 131072): 33,
-        (128, 256): 1, (128, 4096): 3, (128, 131072): 3,
-        (1024, 256): 1, (1024, 4096): 1, (1024, 131072): 1,
+        (1, 1, 256): 1, (1, 1, 4096): 8, (1, 1, 131072): 256,
+        (8, 8, 256): 1, (8, 8, 4096): 8, (8, 8, 131072): 33,
+        (8, 64, 256): 1, (8, 64, 4096): 8, (8, 64, 131072): 17,
+        (128, 128, 256): 1, (128, 128, 4096): 3, (128, 128, 131072): 3,
+        (1024, 1024, 256): 1, (1024, 1024, 4096): 1, (1024, 1024, 131072): 1,
     }  # fmt: skip
+
+
+def test_a_plan_has_room_for_every_split_it_makes() -> None:
+    """A plan of 256 requests and 8,192 tokens took no split for a lone long request, or a gigabyte of LSEs."""
+    usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), 128, 64, torch.bfloat16)
+    capacity = Capacity(256, 8192, 131072)
+    executor = TritonExecutor()
+    space = executor.workspace(usual, capacity, executor.partitions(usual, capacity, 1, 1))
+    assert space.nbytes < 70e6
+    for requests in (1, 2, 3, 7, 64, 131, 132, 133, 256):
+        for query_len in (1, 2, 5, 8, 32):
+            tokens = requests * query_len
+            parts = executor.partitions(usual, capacity, requests, tokens)
+            assert parts == 1 or parts * tokens * 128 <= space.partial_lse.shape[0], (requests, query_len)
 
 
 def test_a_store_reports_what_it_drops(step: Step) -> None:

@@ -1,0 +1,257 @@
+"""vLLM: the tensors of a layer's cache and of a step's metadata as `KVCacheInputsPerDevice`.
+
+vLLM hands a backend one cache tensor a layer, `[num_blocks, block_size, row]`, whose block stride may span all layers,
+and for each step
+
+    query_start_loc  [B + 1] int32    request b owns tokens query_start_loc[b] .. query_start_loc[b + 1] - 1
+    seq_lens         [B] int32        kv_len: the step's tokens included
+    block_table      [B, W] int32     rows of a persistent buffer; unused entries hold the null block 0
+
+Requests that decode come first. Scales lie inside the page, or are one number a tensor, so `scales_lookup_table` is
+always the values' table. Everything below is a view of the engine's memory, but for `cache_lengths`, which is written
+into a buffer of the caller's: a captured graph finds it at the same address in every step.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import expect_same_device, expect_tensor, refuse
+from pagedmla.kv_cache.layouts import CacheLayout, Fp8DsMla, Fp8Flat, Fp8RopeBf16, get_layout, per_tensor_scale
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice
+
+OLDEST_VERSION = (0, 29)
+NEWEST_VERSION = (0, 33)
+
+# --kv-cache-dtype to layout. None: numbers of the model's own dtype.
+CACHE_DTYPES: dict[str, str | None] = {
+    "auto": None,
+    "bfloat16": None,
+    "float16": None,
+    "fp8": Fp8Flat.name,
+    "fp8_e4m3": Fp8Flat.name,
+    "fp8_ds_mla": Fp8DsMla.name,
+    "fp8_rope_bf16": Fp8RopeBf16.name,  # registered by us where the engine takes new names (0.33)
+    "fp8_per_token_head": Fp8RopeBf16.name,  # a name that older engines accept, with our bytes under it
+}
+_UNQUANTISED = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def check_version(version: str) -> None:
+    """ImportError where this isn't a vLLM that the adapter knows."""
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number is None or not OLDEST_VERSION <= (int(number[1]), int(number[2])) <= NEWEST_VERSION:
+        oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST_VERSION, NEWEST_VERSION))
+        raise ImportError(
+            f"vllm: expected {oldest} to {newest}, whose attention interface pagedmla knows; got {version}. "
+            f"Install one of those, or a pagedmla that knows this one."
+        )
+
+
+def layout_of(cache_dtype: str, model_dtype: torch.dtype, *, latent: int = 512, rope: int = 64) -> CacheLayout:
+    """The layout behind a --kv-cache-dtype. ValueError names those that there are."""
+    if cache_dtype not in CACHE_DTYPES:
+        refuse("kv_cache_dtype", f"one of {', '.join(CACHE_DTYPES)}", cache_dtype)
+    name = CACHE_DTYPES[cache_dtype]
+    if name is None:
+        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(cache_dtype, model_dtype)
+        if dtype not in _UNQUANTISED:
+            refuse("kv_cache_dtype", "a model of bfloat16, float16 or float32 for an unquantised cache", str(dtype))
+        name = _UNQUANTISED[dtype]
+    return get_layout(name, latent=latent, rope=rope)
+
+
+def row_bytes(layout: CacheLayout) -> int:
+    """Bytes that a token takes in a page: its row, and its scales where they are paged too."""
+    return layout.bytes_per_token if _has_sigma_plane(layout) else layout.row_bytes
+
+
+@dataclass(frozen=True)
+class LayerPools:
+    """One layer's cache as pools of one layer: made once, for as long as the engine keeps the tensor.
+
+    blocks  [num_blocks, 1, 1, block_size, 1, row], scales  [num_blocks, 1, 1, block_size, 1, 1] or None
+    """
+
+    layout: CacheLayout
+    blocks: Tensor
+    scales: Tensor | None
+
+    @property
+    def page_size(self) -> int:
+        return int(self.blocks.shape[3])
+
+
+def layer_pools(cache: Tensor, layout: CacheLayout, k_scale: Tensor | None = None) -> LayerPools:
+    """View a layer's cache `[num_blocks, block_size, row]` as pools, with the strides that it has.
+
+    `k_scale` is the layer's scale, one float32 on the cache's device; per-tensor FP8 (`fp8_flat`) needs it. The pages
+    of `fp8_rope_bf16` are two planes, in bytes for a block_size of P:
+
+        0 .. 640 P - 1      rows, [P, 640]
+        640 P .. 644 P - 1  sigmas, [P] float32
+
+    so rows stay 16-byte aligned, and whoever copies a page copies its scales. Raises ValueError where the tensor isn't
+    such a cache.
+    """
+    expect_tensor(cache, "kv_cache", [None, None, None], (), "It is [num_blocks, block_size, row].")
+    if _has_sigma_plane(layout):
+        rows, scales = _two_planes(cache, layout)
+    else:
+        rows, scales = cache, None
+    if layout.quantised:
+        rows = rows.view(layout.value_dtypes[0])
+    blocks = rows[:, None, None, :, None, :]
+    if isinstance(layout, Fp8Flat):
+        if k_scale is None:
+            refuse("k_scale", f"one float32 for layout {layout}", None)
+        sigma = expect_tensor(k_scale.reshape(-1), "k_scale", [1], (torch.float32,))
+        expect_same_device(cache, "kv_cache", k_scale=sigma)
+        scales = per_tensor_scale(sigma, blocks)
+    layout.check_pool(blocks, scales)
+    return LayerPools(layout, blocks, scales)
+
+
+def _has_sigma_plane(layout: CacheLayout) -> bool:
+    return layout.scales_per_token == 1 and not isinstance(layout, Fp8Flat)
+
+
+def _two_planes(cache: Tensor, layout: CacheLayout) -> tuple[Tensor, Tensor]:
+    """Rows `[num_blocks, P, row]` and sigmas `[num_blocks, 1, 1, P, 1, 1]` of pages that hold both."""
+    pages, page_size, width = cache.shape
+    token = layout.bytes_per_token
+    if cache.element_size() != 1 or width != token:
+        refuse("kv_cache", f"[*, *, {token}] bytes for layout {layout}", cache)
+    if (page_size > 1 and cache.stride(1) != token) or cache.stride(2) != 1:
+        refuse("kv_cache", f"pages whose {page_size} x {token} bytes are adjacent", f"strides {cache.stride()}")
+    if cache.stride(0) % 4 or cache.storage_offset() % 4:
+        where = f"stride {cache.stride(0)} from byte {cache.storage_offset()}"
+        refuse("kv_cache", f"pages that start at multiples of 4 bytes for layout {layout}", where)
+    flat = cache.view(torch.uint8).as_strided((pages, page_size * token), (cache.stride(0), 1))
+    split = page_size * layout.row_bytes
+    rows = flat[:, :split].unflatten(1, (page_size, layout.row_bytes))
+    return rows, flat[:, split:].view(torch.float32)[:, None, None, :, None, None]
+
+
+class Rows(NamedTuple):
+    """Consecutive requests of a step, as every layer sees them: made once a step.
+
+    cache_lengths     [B] int32: tokens in the cache before the step; below 0 for a padding row
+    lookup_table      [B, W] uint32, the engine's block table
+    query_start_loc   [B + 1] int32, from 0
+    num_tokens        query tokens, the padding of a captured graph included
+    max_query_length, max_cache_length  upper bounds, of query lengths and kv_lens
+    mixed_step_split  [2] int32 on the host: decode requests and their tokens, which stand first
+    dispatch          [3] int64 on the host, or None: requests, max_query_length, partitions
+    """
+
+    cache_lengths: Tensor
+    lookup_table: Tensor
+    query_start_loc: Tensor
+    num_tokens: int
+    max_query_length: int
+    max_cache_length: int
+    mixed_step_split: Tensor
+    dispatch: Tensor | None
+
+    def values(self, pools: LayerPools) -> KVCacheInputsPerDevice:
+        """What `attend` takes for one layer."""
+        return KVCacheInputsPerDevice(
+            kv_blocks=pools.blocks,
+            cache_lengths=self.cache_lengths,
+            lookup_table=self.lookup_table,
+            max_prompt_length=self.max_query_length,
+            max_cache_length=self.max_cache_length,
+            page_stride=None,
+            kv_scales=pools.scales,
+            scales_lookup_table=None if pools.scales is None else self.lookup_table,
+            attention_dispatch_metadata=self.dispatch,
+            mixed_step_split=self.mixed_step_split,
+        )
+
+
+def write_cache_lengths(
+    seq_lens: Tensor, query_start_loc: Tensor, out: Tensor, max_query_length: int | None = None
+) -> Tensor:
+    """`seq_lens - query_lens` `[B]` int32, in the first B elements of `out`. No device value is read.
+
+    One operation where the bound `max_query_length` is 1, else two. The padding of a captured graph, a row without keys
+    or query, then comes out as -1, and is empty either way.
+    """
+    requests = seq_lens.shape[0]
+    if out.shape[0] < requests:
+        refuse("cache_lengths", f"a buffer of at least {requests} requests", out)
+    lengths = first_rows(out, requests)
+    if max_query_length == 1:
+        return torch.sub(seq_lens, _ones(requests, seq_lens.device), out=lengths)
+    return torch.sub(seq_lens, query_start_loc[1:], out=lengths).add_(query_start_loc[:-1])
+
+
+def step_rows(
+    cache_lengths: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    *,
+    num_tokens: int,
+    max_query_length: int,
+    max_seq_len: int,
+    num_decodes: int,
+    num_decode_tokens: int,
+    num_partitions: int | None = None,
+) -> Rows:
+    """The requests of a step from the engine's tensors, with no copy. `query_start_loc` starts at 0.
+
+    Tables and starts longer than `cache_lengths` are cut to its requests. `attend` checks what this makes of them.
+    """
+    requests = cache_lengths.shape[0]
+    if not 0 <= num_decodes <= requests:
+        refuse("num_decodes", f"0 to {requests}, the requests of cache_lengths", num_decodes)
+    return Rows(
+        cache_lengths,
+        first_rows(block_table, requests).view(torch.uint32),
+        first_rows(query_start_loc, requests + 1),
+        num_tokens,
+        max_query_length,
+        max_seq_len,
+        _on_host((num_decodes, num_decode_tokens), torch.int32),
+        None if num_partitions is None else _on_host((requests, max_query_length, num_partitions), torch.int64),
+    )
+
+
+def first_rows(tensor: Tensor, count: int) -> Tensor:
+    """`tensor[:count]`, or the tensor itself where that is all of it: a slice costs the host a microsecond."""
+    return tensor if tensor.shape[0] == count else tensor[:count]
+
+
+@lru_cache(maxsize=1024)
+def _ones(count: int, device: torch.device) -> Tensor:
+    """A Python number in its place costs the host more than the subtraction itself."""
+    return torch.ones(count, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=4096)
+def _on_host(numbers: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Steps repeat, and nobody writes to these."""
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def store_values(pools: LayerPools) -> KVCacheInputsPerDevice:
+    """What `store` takes beside a slot mapping: the pools, and no request."""
+    device = pools.blocks.device
+    table = torch.empty((0, 0), dtype=torch.uint32, device=device)
+    return KVCacheInputsPerDevice(
+        kv_blocks=pools.blocks,
+        cache_lengths=torch.empty(0, dtype=torch.int32, device=device),
+        lookup_table=table,
+        max_prompt_length=0,
+        max_cache_length=0,
+        page_stride=None,
+        kv_scales=pools.scales,
+        scales_lookup_table=None if pools.scales is None else table,
+    )

@@ -1,0 +1,14 @@
+"""The vLLM plugin: `--attention-backend CUSTOM` serves MLA models through pagedmla.
+
+| module          | job                                                                      |
+|-----------------|--------------------------------------------------------------------------|
+| entry_points    | what vLLM calls when it loads plugins; imports nothing heavy             |
+| backend         | what we can serve, and the sentences for what we can't                   |
+| cache_dtypes    | --kv-cache-dtype names, and the bytes that a token takes                 |
+| builder         | once a step: the engine's metadata as `Rows`, and which call serves them |
+| impl            | once a layer: store, and attention of decode, prompt and mixed steps     |
+| counters        | which layer ran which kind of step on which executor                     |
+| cpu_platform    | the engine on a machine without a GPU, for tests and the demonstration   |
+
+`entry_points` and this file load in every process of every vLLM user: they import vLLM inside functions.
+"""

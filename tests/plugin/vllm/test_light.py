@@ -1,0 +1,66 @@
+"""What loads in every process of every vLLM user, and what needs no engine: names, sizes, counters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagedmla.plugin.vllm import counters
+from pagedmla.plugin.vllm.cache_dtypes import sized_spec
+from pagedmla.plugin.vllm.entry_points import PLATFORM, cpu_platform
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The fields of vLLM's cache spec that we read or set."""
+
+    cache_dtype_str: str
+    dtype: torch.dtype = torch.uint8
+    head_size: int = 576
+    state_content_bytes: int | None = None
+
+
+def test_entry_points_load_nothing_heavy() -> None:
+    code = "import sys, pagedmla.plugin.vllm.entry_points; print([n for n in ('vllm', 'triton') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("setting", "platform"), [(None, None), ("", None), ("0", None), ("1", PLATFORM)])
+def test_cpu_platform_is_inert_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, platform: str | None
+) -> None:
+    monkeypatch.delenv("PAGEDMLA_CPU_PLATFORM", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("PAGEDMLA_CPU_PLATFORM", setting)
+    assert cpu_platform() == platform
+
+
+@pytest.mark.parametrize("name", ["fp8_per_token_head", "fp8_rope_bf16"])
+@pytest.mark.parametrize(("head_size", "size"), [(576, 644), (320, 388)])
+def test_our_format_sizes_its_tokens(name: str, head_size: int, size: int) -> None:
+    assert sized_spec(Spec(name, head_size=head_size)).state_content_bytes == size
+
+
+@pytest.mark.parametrize("spec", [Spec("auto"), Spec("fp8"), Spec("fp8_ds_mla", state_content_bytes=656)])
+def test_other_formats_keep_the_engines_size(spec: Spec) -> None:
+    assert sized_spec(spec) is spec
+
+
+def test_counters_travel_as_plain_rows() -> None:
+    counters.clear()
+    worker: Any = counters.CountsExtension()
+    for kind in ("store", "decode", "store"):
+        counters.count("layer.0", kind, "torch")
+    assert counters.counts()[counters.Call("layer.0", "store", "torch")] == 2
+    assert worker.pagedmla_counts() == [("layer.0", "decode", "torch", 1), ("layer.0", "store", "torch", 2)]
+    worker.pagedmla_counts(reset=True)
+    assert worker.pagedmla_counts() == []
