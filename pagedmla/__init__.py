@@ -28,7 +28,7 @@ from pagedmla.kv_cache.values import (
     PagedCacheValues,
     SplitKVHeadDims,
 )
-from pagedmla.plugin.api import attend, merge_states, store
+from pagedmla.plugin.api import attend, decompress, merge_states, prefill, store
 from pagedmla.plugin.plan import Plan, plan
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "SplitKVHeadDims",
     "attend",
     "convert_rows",
+    "decompress",
     "generic_get_paged_cache",
     "generic_get_paged_cache_with_scales",
     "get_layout",
@@ -56,6 +57,7 @@ __all__ = [
     "merge_states",
     "per_tensor_scale",
     "plan",
+    "prefill",
     "save_cache",
     "store",
 ]

@@ -1,4 +1,4 @@
-"""The public calls: attend, store, merge_states. Each checks, chooses an executor, and runs it."""
+"""The public calls: attend, store, prefill, decompress, merge_states. Each checks, chooses an executor, and runs it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from pagedmla.kv_cache.checks import (
     refuse,
 )
 from pagedmla.kv_cache.layouts import CacheLayout
+from pagedmla.kv_cache.tables import int32_view
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 from pagedmla.plugin.executors import AUTO, AttendOptions, Configuration, choose
 from pagedmla.plugin.plan import Plan
-from pagedmla.plugin.step import Step, bind_step
+from pagedmla.plugin.step import START_DTYPES, Step, bind_step, check_starts
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -145,6 +146,92 @@ def store(
             where = f" (value slot {int(slot_mapping[t])}, scale slot {int(scale_slots[t])})"
         message = f"store: {dropped.numel()} of {latent.shape[0]} tokens dropped, first token {t}{where}, outside "
         warnings.warn(message + _pools(step), DroppedStoreWarning, stacklevel=2)
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sm_scale: float,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor | None = None,
+    causal: bool = True,
+    executor: str = AUTO,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Multi-head attention on dense keys and values, the cheap form for long prompts: (out `[T, H, Dv]`, lse `[T, H]`).
+
+    q, k, v          `[T, H, D]`, `[K, Hk, D]`, `[K, Hk, Dv]` of one dtype; Hk divides H (DeepSeek-V3: D 192, Dv 128)
+    query_start_loc  `[B + 1]` int32; rows of q behind its last entry give out 0, lse -inf
+    key_start_loc    `[B + 1]` int32: request b owns keys key_start_loc[b] ..; None: one key a query token
+    causal           a request's last query sees all of its keys, each one before it one fewer; else all see all
+
+    A prompt with a cached context: its own tokens causally, chunks of the context (`decompress`, projected up) not
+    causally, and `merge_states`. Raises ValueError and TypeError that name the tensor, before anything runs.
+    """
+    expect_tensor(q, "q", [None, None, None], FLOATS, "It is [T, H, D].")
+    expect_tensor(k, "k", [None, None, q.shape[2]], (q.dtype,), "It is [K, Hk, D], D and dtype as in q.")
+    expect_tensor(v, "v", [*k.shape[:2], None], (q.dtype,), "It is [K, Hk, Dv], K, Hk and dtype as in k.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        refuse("k", f"a number of heads that divides q's {q.shape[1]}", k)
+    starts = {"query_start_loc": query_start_loc}
+    if key_start_loc is not None:
+        starts["key_start_loc"] = key_start_loc
+    requests = expect_tensor(query_start_loc, "query_start_loc", [None], START_DTYPES).shape[0]
+    for name, (tensor, tokens) in zip(starts, ((q, "q"), (k, "k"))):
+        expect_tensor(starts[name], name, [requests], START_DTYPES)
+        check_starts(starts[name], name, int(tensor.shape[0]), tokens)
+    expect_same_device(q, "q", k=k, v=v, out=out, **starts)
+    if key_start_loc is None:
+        key_start_loc = query_start_loc
+        if k.shape[0] < q.shape[0]:
+            refuse("k", f"at least {q.shape[0]} keys, one a query token, since key_start_loc is absent", k)
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+    else:
+        expect_tensor(out, "out", [*q.shape[:2], v.shape[2]], (q.dtype,))
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    chosen = choose(Configuration("prefill", q.device, num_heads=int(q.shape[1]), dtype=q.dtype), executor).executor
+    chosen.prefill(q, k, v, query_start_loc, key_start_loc, out, lse, sm_scale=sm_scale, causal=causal)
+    return out, lse
+
+
+def decompress(
+    values: KVCacheInputsPerDevice,
+    layer: int,
+    *,
+    starts: Tensor,
+    key_start_loc: Tensor,
+    layout: CacheLayout | str,
+    out: Tensor | None = None,
+    executor: str = AUTO,
+    check: bool | None = None,
+) -> Tensor:
+    """Cached tokens of every request, dequantised, one request after the other: `[K, latent + rope]`.
+
+    starts         `[B]` int32: the first token that request b wants
+    key_start_loc  `[B + 1]` int32: its tokens become rows key_start_loc[b] .. key_start_loc[b + 1] - 1
+    out            `[K, latent + rope]` bf16, fp16 or fp32, at least key_start_loc[-1] rows; rows behind them keep their
+                   bytes. None, on the CPU alone: a new float32 tensor of just the size
+
+    The tokens must be in the cache: starts[b] + its number at most cache_lengths[b]. Raises as `attend` does.
+    """
+    lengths = expect_tensor(values.cache_lengths, "cache_lengths", [None], ())
+    step = bind_step(values, layer, layout, _no_requests(values), lengths, "cache_lengths")
+    expect_tensor(starts, "starts", [step.batch], START_DTYPES)
+    expect_tensor(key_start_loc, "key_start_loc", [step.batch + 1], START_DTYPES)
+    expect_same_device(step.cache.blocks, "kv_blocks", starts=starts, key_start_loc=key_start_loc, out=out)
+    if out is None:
+        if not step.on_host:
+            refuse("out", f"[K, {step.layout.width}], since its size isn't known without a sync", None)
+        out = torch.empty(int(key_start_loc[-1]), step.layout.width, device=lengths.device)
+    expect_tensor(out, "out", [None, step.layout.width], (torch.bfloat16, torch.float16, torch.float32))
+    check_starts(key_start_loc, "key_start_loc", int(out.shape[0]), "out")
+    step.check_span(starts, key_start_loc, check)
+    chosen = choose(Configuration("decompress", out.device, step.layout, dtype=out.dtype), executor).executor
+    chosen.decompress(step, int32_view(starts).to(torch.int32), int32_view(key_start_loc).to(torch.int32), out)
+    return out
 
 
 def merge_states(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagedmla.plugin.executors import AttendOptions, Configuration, Executor
 from pagedmla.plugin.step import Step
-from pagedmla.reference import merge, vectorised
+from pagedmla.reference import cache, merge, vectorised
 
 
 class TorchExecutor(Executor):
@@ -46,6 +46,29 @@ class TorchExecutor(Executor):
     ) -> Tensor | None:
         return vectorised.store(
             latent, rope, step.cache, step.layout, step.layer, slots, scale_slots, power_of_two=power_of_two
+        )
+
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_start_loc: Tensor,
+        key_start_loc: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        sm_scale: float,
+        causal: bool,
+    ) -> None:
+        computed = vectorised.prefill(q, k, v, query_start_loc, key_start_loc, sm_scale=sm_scale, causal=causal)
+        out.copy_(computed[0])
+        lse.copy_(computed[1])
+
+    def decompress(self, step: Step, starts: Tensor, key_start_loc: Tensor, out: Tensor) -> None:
+        lengths = key_start_loc.diff()
+        out[: int(lengths.sum())] = cache.decompress(
+            step.cache, step.layout, step.layer, starts, lengths, torch.float32
         )
 
     def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:

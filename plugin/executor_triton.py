@@ -132,6 +132,29 @@ class TritonExecutor(Executor):
         store_slots(latent, rope, _planes(step), slots, scale_slots, power_of_two=power_of_two)
         return vectorised.dropped_tokens(step.cache, step.layout, slots, scale_slots) if step.on_host else None
 
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_start_loc: Tensor,
+        key_start_loc: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        sm_scale: float,
+        causal: bool,
+    ) -> None:
+        from pagedmla.triton_kernels.prefill import prefill
+
+        prefill(q, k, v, query_start_loc, key_start_loc, out, lse, sm_scale=sm_scale, causal=causal)
+
+    def decompress(self, step: Step, starts: Tensor, key_start_loc: Tensor, out: Tensor) -> None:
+        from pagedmla.triton_kernels.decompress import decompress
+
+        tables = step.cache.lookup_table, step.cache.scales_lookup_table
+        decompress(_planes(step), tables[0], starts, key_start_loc, out, tables[1])
+
     def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
         from pagedmla.triton_kernels.merge import merge
 

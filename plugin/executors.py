@@ -26,7 +26,7 @@ AUTO = "auto"
 class Configuration:
     """What a choice depends on; None where the call doesn't say."""
 
-    operation: str  # "attend", "store" or "merge"
+    operation: str  # "attend", "store", "prefill", "decompress" or "merge"
     device: torch.device
     layout: CacheLayout | None = None
     num_heads: int | None = None
@@ -106,6 +106,26 @@ class Executor(ABC):
         self, step: Step, latent: Tensor, rope: Tensor, slots: Tensor, scale_slots: Tensor, *, power_of_two: bool
     ) -> Tensor | None:
         """The same to given slots, int64 `[T]` each."""
+
+    @abstractmethod
+    def prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query_start_loc: Tensor,
+        key_start_loc: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        sm_scale: float,
+        causal: bool,
+    ) -> None:
+        """`out [T, H, Dv]` and `lse [T, H]` of `q [T, H, D]` over dense `k [K, Hk, D]`, `v [K, Hk, Dv]`."""
+
+    @abstractmethod
+    def decompress(self, step: Step, starts: Tensor, key_start_loc: Tensor, out: Tensor) -> None:
+        """Cached tokens `starts[b] ..` of every request into rows key_start_loc[b] .. of `out [K, latent + rope]`."""
 
     @abstractmethod
     def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:

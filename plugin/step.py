@@ -11,8 +11,10 @@ from pagedmla.kv_cache.checks import INDEX_DTYPES, checks_enabled, expect_same_d
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import CacheLayout, resolve_layout
 from pagedmla.kv_cache.tables import int32_view, int64_lengths
-from pagedmla.kv_cache.validation import check_ids, check_live_values, check_table_width, live_pages
+from pagedmla.kv_cache.validation import LivePages, check_ids, check_live_values, check_table_width, live_pages
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
+
+START_DTYPES = (*INDEX_DTYPES, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,22 @@ class Step:
             self._check_bounds(kv_lens)
             check_ids(self.cache, live_pages(self.cache, kv_lens))
 
+    def check_span(self, starts: Tensor, key_start_loc: Tensor, check: bool | None) -> None:
+        """Checks before decompression: the span lies in the cache, table width and ids, on the host or on request."""
+        if not (self.on_host or checks_enabled(check)):
+            return
+        cached, ends = int64_lengths(self.cache.cache_lengths), starts.long() + key_start_loc.long().diff()
+        outside = (starts.long() < 0) | ((ends > cached) & (ends > starts.long()))
+        if bool(outside.any()):
+            b = int(outside.to(torch.uint8).argmax())
+            refuse(
+                "starts", f"tokens of request {b} below its {int(cached[b])}", f"{int(starts[b])} .. {int(ends[b]) - 1}"
+            )
+        check_table_width(self.cache, ends)
+        live = live_pages(self.cache, ends)
+        wanted = (live.column + 1) * self.cache.page_size > starts.long()[live.row]
+        check_ids(self.cache, LivePages(*(each[wanted] for each in live)))
+
     def _check_bounds(self, kv_lens: Tensor) -> None:
         """max_* are upper bounds: a row above them is a lie that a captured launch would act on."""
         longest_query = int(self.query_lens().max()) if self.batch else 0
@@ -141,17 +159,19 @@ def bind_step(
             )
         query_start_loc = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device)
     else:
-        expect_tensor(query_start_loc, "query_start_loc", [batch + 1], (*INDEX_DTYPES, torch.int64))
+        expect_tensor(query_start_loc, "query_start_loc", [batch + 1], START_DTYPES)
         expect_same_device(cache.blocks, "kv_blocks", query_start_loc=query_start_loc)
+        check_starts(query_start_loc, "query_start_loc", num_tokens, tokens_name)
         query_start_loc = int32_view(query_start_loc).to(torch.int32)
-        if query_start_loc.device.type == "cpu":
-            _check_starts(query_start_loc, num_tokens, tokens_name)
     return Step(values, cache, layout, layer, query_start_loc, num_tokens, one_token_each)
 
 
-def _check_starts(query_start_loc: Tensor, num_tokens: int, tokens_name: str) -> None:
-    starts = query_start_loc.tolist()
-    if starts[0] != 0 or starts != sorted(starts):
-        refuse("query_start_loc", "0 first, then rising or equal", starts)
+def check_starts(start_loc: Tensor, name: str, num_tokens: int, tokens_name: str) -> None:
+    """Refuse starts that don't rise from 0 to at most `num_tokens`; a device's aren't read."""
+    if start_loc.device.type != "cpu":
+        return
+    starts = start_loc.tolist()
+    if not starts or starts[0] != 0 or starts != sorted(starts):
+        refuse(name, "0 first, then rising or equal", starts)
     if starts[-1] > num_tokens:
-        refuse("query_start_loc", f"at most {num_tokens}, the tokens of {tokens_name}, at its end", starts[-1])
+        refuse(name, f"at most {num_tokens}, the tokens of {tokens_name}, at its end", starts[-1])

@@ -65,8 +65,10 @@ def prefill(
     sm_scale: float,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Multi-head attention on dense rows: `q [T, H, D]`, `k [Tk, H, D]`, `v [Tk, H, Dv]` to (out `[T, H, Dv]`,
-    lse `[T, H]`), float64. Causal: a request's last query sees all of its keys, each one before it one fewer."""
+    """Multi-head attention on dense rows: `q [T, H, D]`, `k [K, Hk, D]`, `v [K, Hk, Dv]` to (out `[T, H, Dv]`,
+    lse `[T, H]`), float64. Query head h reads key head h // (H // Hk). Causal: a request's last query sees all of its
+    keys, each one before it one fewer."""
+    group = q.shape[1] // k.shape[1]
     out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64)
     queries, keys = query_start_loc.tolist(), key_start_loc.tolist()
@@ -77,6 +79,6 @@ def prefill(
             rows = slice(keys[b], keys[b] + seen)
             t = queries[b] + i
             for h in range(q.shape[1]):
-                logits = sm_scale * k[rows, h].double() @ q[t, h].double()
-                out[t, h], lse[t, h] = softmax_state(logits, v[rows, h].double())
+                logits = sm_scale * k[rows, h // group].double() @ q[t, h].double()
+                out[t, h], lse[t, h] = softmax_state(logits, v[rows, h // group].double())
     return out, lse

@@ -43,10 +43,15 @@ def _take(plane: Tensor, page: Tensor, slot: Tensor) -> Tensor:
 
 
 def decompress(
-    cache: PagedKVCacheCollection, layout: CacheLayout, layer: int, starts: Tensor, lengths: Tensor
+    cache: PagedKVCacheCollection,
+    layout: CacheLayout,
+    layer: int,
+    starts: Tensor,
+    lengths: Tensor,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Tokens `starts[b] .. starts[b] + lengths[b] - 1` of every request, one after the other: float64
+    """Tokens `starts[b] .. starts[b] + lengths[b] - 1` of every request, one after the other, in `dtype`:
     `[sum(lengths), latent + rope]`. What prefill with a cached context works on."""
     spans = [(int(start), int(start) + int(length)) for start, length in zip(starts, lengths)]
-    rows = [read_rows(cache, layout, layer, b, start, end) for b, (start, end) in enumerate(spans)]
-    return torch.cat(rows) if rows else torch.zeros(0, layout.width, dtype=torch.float64)
+    rows = [read_rows(cache, layout, layer, b, start, end, dtype) for b, (start, end) in enumerate(spans)]
+    return torch.cat(rows) if rows else torch.zeros(0, layout.width, dtype=dtype)

@@ -109,6 +109,51 @@ def _attend_range(
     return out.view(n, heads, -1), lse.view(n, heads)
 
 
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    sm_scale: float,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attention.prefill`, in float32."""
+    tokens, heads, _ = q.shape
+    out = q.new_zeros(tokens, heads, v.shape[-1], dtype=torch.float32)
+    lse = q.new_full((tokens, heads), -torch.inf, dtype=torch.float32)
+    queries, keys = query_start_loc.tolist(), key_start_loc.tolist()
+    for b in range(len(queries) - 1):
+        q_len, k_len = queries[b + 1] - queries[b], keys[b + 1] - keys[b]
+        if q_len == 0 or k_len == 0:
+            continue
+        own = slice(keys[b], keys[b + 1])
+        k_heads, v_heads = (
+            x[own].float().transpose(0, 1).repeat_interleave(heads // x.shape[1], 0) for x in (k, v)
+        )  # [H, keys, D]
+        block = max(1, ROW_CHUNK * KEY_CHUNK // (heads * k_len))
+        for t in range(queries[b], queries[b + 1], block):
+            rows = slice(t, min(t + block, queries[b + 1]))
+            logits = (q[rows].float() * sm_scale).transpose(0, 1) @ k_heads.transpose(1, 2)  # [H, rows, keys]
+            if causal:
+                last = torch.arange(rows.start, rows.stop, device=q.device) - queries[b] + k_len - q_len
+                logits.masked_fill_(torch.arange(k_len, device=q.device) > last.unsqueeze(1), -torch.inf)
+            state = torch.logsumexp(logits, -1)
+            weights = torch.exp(logits - state.masked_fill(state == -torch.inf, 0.0).unsqueeze(-1))
+            out[rows], lse[rows] = _weigh(weights, v_heads).transpose(0, 1), state.T
+    return out, lse
+
+
+def _weigh(weights: Tensor, values: Tensor) -> Tensor:
+    """`weights @ values`, where a weight of zero takes nothing, not even of a value that isn't finite."""
+    product = weights @ values
+    strange = ~values.isfinite()
+    if not bool(strange.any()):
+        return product
+    return torch.where(weights @ strange.float() > 0, product, weights @ values.nan_to_num(0.0, 0.0, 0.0))
+
+
 def slots_of_step(cache: PagedKVCacheCollection, query_start_loc: Tensor, table: Tensor) -> Tensor:
     """As `reference.store.slots_of_step`."""
     starts = query_start_loc.to(torch.int64)
