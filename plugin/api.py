@@ -184,9 +184,8 @@ def prefill(
         check_starts(starts[name], name, int(tensor.shape[0]), tokens)
     expect_same_device(q, "q", k=k, v=v, out=out, **starts)
     if key_start_loc is None:
+        check_starts(query_start_loc, "query_start_loc", int(k.shape[0]), "k")
         key_start_loc = query_start_loc
-        if k.shape[0] < q.shape[0]:
-            refuse("k", f"at least {q.shape[0]} keys, one a query token, since key_start_loc is absent", k)
     if out is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
     else:

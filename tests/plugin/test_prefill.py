@@ -127,11 +127,11 @@ def test_a_prompt_with_a_cached_context_in_the_cheap_form() -> None:
         ({"key_start_loc": starts(10)}, r"key_start_loc: expected at most 9, the tokens of k, at its end; got 10\."),
         (
             {"query_start_loc": torch.tensor([1, 5])},
-            r"query_start_loc: expected 0 first, then rising or equal; got \[1",
+            r"query_start_loc: expected 0 first, then rising or equal",
         ),
         (
             {"key_start_loc": None, "k": torch.zeros(3, 2, 48), "v": torch.zeros(3, 2, 32)},
-            r"k: expected at least 7 keys",
+            r"query_start_loc: expected at most 3, the tok",
         ),
         ({"out": torch.zeros(7, 2, 48)}, r"out: expected \[7, 2, 32\] float32; got \[7, 2, 48\] float32\."),
     ],
@@ -146,7 +146,7 @@ def test_prefill_refuses_by_name(changes: dict[str, Tensor], message: str) -> No
     [
         (-1, 3, ValueError, r"starts: expected tokens of request 0 below its 20; got -1 \.\. 1\."),
         (18, 3, ValueError, r"starts: expected tokens of request 0 below its 20; got 18 \.\. 20\."),
-        (0, 18, IndexError, r"lookup_table: row 0, column 1 holds page id 4294967295; kv_blocks has"),
+        (0, 18, IndexError, r"lookup_table: row 0, column 1 holds page id -?\d+; kv_blocks has"),
     ],
 )
 def test_decompress_refuses_by_name(first: int, count: int, error: type[Exception], message: str) -> None:
@@ -154,8 +154,8 @@ def test_decompress_refuses_by_name(first: int, count: int, error: type[Exceptio
     table = step.values.lookup_table.clone()
     table.view(torch.int32)[0, 1] = -1
     values = replace(step.values, lookup_table=table, cache_lengths=torch.tensor([20], dtype=torch.int32))
-    call = dict(starts=torch.tensor([first]), key_start_loc=starts(count), layout=step.layout)
+    call = {"starts": torch.tensor([first]), "key_start_loc": starts(count), "layout": step.layout}
     with pytest.raises(error, match=message):
         pagedmla.decompress(values, step.layer, **call)
-    inside = dict(call, starts=torch.tensor([0]), key_start_loc=starts(16))  # the bad page isn't wanted
+    inside = {**call, "starts": torch.tensor([0]), "key_start_loc": starts(16)}  # the bad page isn't wanted
     assert pagedmla.decompress(values, step.layer, **inside).shape == (16, 576)
