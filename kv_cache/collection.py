@@ -25,6 +25,7 @@ from pagedmla.kv_cache.checks import (
     ceildiv,
     checks_enabled,
     describe,
+    expect_int,
     expect_same_device,
     expect_tensor,
     host_int,
@@ -91,6 +92,7 @@ class PagedKVCacheCollection:
 
     def cache_length(self, bs: int) -> int:
         """Tokens that row `bs` had in the cache before this step."""
+        bs = expect_int(bs, "bs")
         if not 0 <= bs < self.cache_lengths.shape[0]:
             raise IndexError(f"cache_length: row {bs} is out of range for a batch of {self.cache_lengths.shape[0]}")
         return int(int64_lengths(self.cache_lengths)[bs])
@@ -107,6 +109,7 @@ class PagedKVCacheCollection:
         return PagedKVCache(self, 1, self._layer(layer))
 
     def _layer(self, layer: int) -> int:
+        layer = expect_int(layer, "layer")
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer: {layer} is out of range for a cache of {self.num_layers} layers")
         return layer
@@ -295,7 +298,11 @@ class PagedKVCache:
 
     def _write(self, pool: PagedTensor, offsets: Tensor, keep: Tensor, value: Tensor | float) -> None:
         source = torch.as_tensor(value, device=pool.tensor.device)
-        encoded = raw_view(saturating_cast(source, pool.tensor.dtype)).expand(offsets.shape)
+        encoded = raw_view(saturating_cast(source, pool.tensor.dtype))
+        try:
+            encoded = encoded.expand(offsets.shape)
+        except RuntimeError:
+            refuse("value", f"a number, or numbers for the {list(offsets.shape)} elements of the index", source)
         pool.flat()[offsets[keep]] = encoded[keep]
 
 
@@ -316,18 +323,15 @@ def generic_get_paged_cache(
     `page_size` are read off `blocks` when absent and checked against it when given. `page_stride` is in elements; -1
     or None means `blocks.stride(0)`. Raises TypeError and ValueError that name the tensor; reads no device value.
     """
-    params, pool = _bind_blocks(blocks, kv_params, page_size, page_stride)
-    _check_tables(blocks, cache_lengths, lookup_table=lookup_table)
-    return PagedKVCacheCollection(
-        pool,
-        None,
+    return bind_collection(
+        blocks,
         cache_lengths,
         lookup_table,
-        lookup_table,
-        host_int(max_prompt_length, "max_prompt_length"),
-        host_int(max_cache_length, "max_cache_length"),
-        params,
-        quantization_granularity=params.head_size,
+        max_prompt_length,
+        max_cache_length,
+        kv_params=kv_params,
+        page_size=page_size,
+        page_stride=page_stride,
     )
 
 
@@ -351,13 +355,51 @@ def generic_get_paged_cache_with_scales(
     `quantization_granularity` (elements of a row that share a scale) is read off the shapes where they leave no doubt.
     The rest as in `generic_get_paged_cache`.
     """
-    params, pool = _bind_blocks(blocks, kv_params, page_size, page_stride)
-    granularity = _check_scales(blocks, scales, params.head_size, quantization_granularity)
-    _check_tables(blocks, cache_lengths, lookup_table=lookup_table, scales_lookup_table=scales_lookup_table)
-    expect_same_device(blocks, "blocks", scales=scales)
+    return bind_collection(
+        blocks,
+        cache_lengths,
+        lookup_table,
+        max_prompt_length,
+        max_cache_length,
+        expect_tensor(scales, "scales", [None] * 6, POOL_SCALE_DTYPES),
+        scales_lookup_table,
+        kv_params=kv_params,
+        page_size=page_size,
+        quantization_granularity=quantization_granularity,
+        page_stride=page_stride,
+        scales_page_stride=scales_page_stride,
+    )
+
+
+def bind_collection(
+    blocks: Tensor,
+    cache_lengths: Tensor,
+    lookup_table: Tensor,
+    max_prompt_length: Tensor | int,
+    max_cache_length: Tensor | int,
+    scales: Tensor | None = None,
+    scales_lookup_table: Tensor | None = None,
+    *,
+    kv_params: KVCacheStaticParams | None = None,
+    page_size: int | None = None,
+    quantization_granularity: int | None = None,
+    page_stride: Tensor | int | None = None,
+    scales_page_stride: Tensor | int | None = None,
+    prefix: str = "",
+) -> PagedKVCacheCollection:
+    """Both of the above; refusals call the pools `prefix` + "blocks" and "scales"."""
+    blocks_name, scales_name = f"{prefix}blocks", f"{prefix}scales"
+    params, pool = _bind_blocks(blocks, blocks_name, kv_params, page_size, page_stride)
+    granularity, scale_pool = params.head_size, None
+    if scales is not None:
+        granularity = _check_scales(blocks, scales, prefix, quantization_granularity)
+        expect_same_device(blocks, blocks_name, **{scales_name: scales})
+        scale_pool = PagedTensor.bind(scales, scales_name, scales_page_stride)
+    tables = {"lookup_table": lookup_table, "scales_lookup_table": scales_lookup_table}
+    _check_tables(blocks, blocks_name, cache_lengths, **tables)
     return PagedKVCacheCollection(
         pool,
-        PagedTensor.bind(scales, "scales", scales_page_stride),
+        scale_pool,
         cache_lengths,
         lookup_table,
         lookup_table if scales_lookup_table is None else scales_lookup_table,
@@ -369,25 +411,32 @@ def generic_get_paged_cache_with_scales(
 
 
 def _bind_blocks(
-    blocks: Tensor, kv_params: KVCacheStaticParams | None, page_size: int | None, page_stride: Tensor | int | None
+    blocks: Tensor,
+    name: str,
+    kv_params: KVCacheStaticParams | None,
+    page_size: int | None,
+    page_stride: Tensor | int | None,
 ) -> tuple[KVCacheStaticParams, PagedTensor]:
     layout = "Pools are [num_blocks, kv_dim, num_layers, page_size, num_heads, head_dim]."
-    expect_tensor(blocks, "blocks", [None] * 6, (), layout)
+    expect_tensor(blocks, name, [None] * 6, (), layout)
     _, kv_dim, _, slots, num_heads, head_dim = blocks.shape
+    if blocks.dtype == torch.bool or blocks.dtype.is_complex:
+        refuse(name, "real numbers", blocks)
     if kv_dim not in (1, 2):
-        refuse("blocks", "kv_dim (dimension 1) of 1 for MLA or 2 for K and V", blocks, layout)
+        refuse(name, "kv_dim (dimension 1) of 1 for MLA or 2 for K and V", blocks, layout)
     params = KVCacheStaticParams(num_heads, head_dim, is_mla=kv_dim == 1)
     if kv_params is not None and kv_params != params:
-        refuse("kv_params", f"{params}, read off blocks {describe(blocks)}", kv_params)
+        refuse("kv_params", f"{params}, read off {name} {describe(blocks)}", kv_params)
     if page_size is not None and page_size != slots:
-        refuse("page_size", f"{slots}, dimension 3 of blocks {describe(blocks)}", page_size)
+        refuse("page_size", f"{slots}, dimension 3 of {name} {describe(blocks)}", page_size)
     if slots < 1:
-        refuse("blocks", "a page size (dimension 3) of at least 1", blocks, layout)
-    return params, PagedTensor.bind(blocks, "blocks", page_stride)
+        refuse(name, "a page size (dimension 3) of at least 1", blocks, layout)
+    return params, PagedTensor.bind(blocks, name, page_stride)
 
 
-def _check_scales(blocks: Tensor, scales: Tensor, head_dim: int, granularity: int | None) -> int:
-    expect_tensor(scales, "scales", [None] * 6, POOL_SCALE_DTYPES)
+def _check_scales(blocks: Tensor, scales: Tensor, prefix: str, granularity: int | None) -> int:
+    name, head_dim = f"{prefix}scales", blocks.shape[5]
+    expect_tensor(scales, name, [None] * 6, POOL_SCALE_DTYPES)
     groups = scales.shape[5]
     if granularity is None:
         if groups < 1 or head_dim % groups:
@@ -397,21 +446,21 @@ def _check_scales(blocks: Tensor, scales: Tensor, head_dim: int, granularity: in
                 None,
             )
         granularity = head_dim // groups
-    elif granularity < 1:
+    elif expect_int(granularity, "quantization_granularity") < 1:
         refuse("quantization_granularity", "at least 1", granularity)
     inner = [None, *blocks.shape[1:5], ceildiv(head_dim, granularity)]
-    hint = f"It goes with blocks {describe(blocks)} at quantization_granularity={granularity}."
-    expect_tensor(scales, "scales", inner, POOL_SCALE_DTYPES, hint)
+    hint = f"It goes with {prefix}blocks {describe(blocks)} at quantization_granularity={granularity}."
+    expect_tensor(scales, name, inner, POOL_SCALE_DTYPES, hint)
     return granularity
 
 
-def _check_tables(blocks: Tensor, cache_lengths: Tensor, **tables: Tensor | None) -> None:
+def _check_tables(blocks: Tensor, blocks_name: str, cache_lengths: Tensor, **tables: Tensor | None) -> None:
     expect_tensor(cache_lengths, "cache_lengths", [None], INDEX_DTYPES)
     batch = cache_lengths.shape[0]
     for name, table in tables.items():
         if table is not None or name == "lookup_table":
             expect_tensor(table, name, [batch, None], INDEX_DTYPES, f"The batch is {batch}, from cache_lengths.")
-    expect_same_device(blocks, "blocks", cache_lengths=cache_lengths, **tables)
+    expect_same_device(blocks, blocks_name, cache_lengths=cache_lengths, **tables)
 
 
 def _rows_per_page(pool: PagedTensor) -> int:
@@ -446,6 +495,7 @@ __all__ = [
     "KVCacheStaticParams",
     "PagedKVCache",
     "PagedKVCacheCollection",
+    "bind_collection",
     "generic_get_paged_cache",
     "generic_get_paged_cache_with_scales",
 ]

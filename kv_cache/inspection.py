@@ -18,6 +18,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from pagedmla.kv_cache.binding import bind_values
 from pagedmla.kv_cache.cache_report import (
     INLINE,
     NO_SCALES,
@@ -28,9 +29,9 @@ from pagedmla.kv_cache.cache_report import (
     PoolSummary,
     RequestPages,
 )
-from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.checks import describe, expect_int, refuse
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
-from pagedmla.kv_cache.layouts import CacheLayout, is_per_tensor, resolve_layout
+from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.page_contents import PageContents, read_pages
 from pagedmla.kv_cache.page_findings import (
     Earlier,
@@ -48,7 +49,7 @@ from pagedmla.kv_cache.table_findings import (
     row_lengths,
 )
 from pagedmla.kv_cache.validation import LivePages
-from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 
 
 def inspect(
@@ -73,9 +74,7 @@ def inspect(
 
     Raises ValueError and IndexError for shapes, dtypes and arguments that don't fit, never for what the cache holds.
     """
-    values = single_device(values)
-    layout = resolve_layout(layout, values.kv_blocks, values.kv_scales)
-    cache = values.collection(layout.pool_granularity)
+    values, layout, cache = bind_values(values, layout)
     layers = _layers(cache, layers)
     names = _names(cache, request_names)
     storage = _scale_storage(cache, layout)
@@ -108,7 +107,11 @@ def inspect(
 
 
 def _layers(cache: PagedKVCacheCollection, layers: Sequence[int] | None) -> list[int]:
-    chosen = list(range(cache.num_layers)) if layers is None else list(layers)
+    if layers is None:
+        return list(range(cache.num_layers))
+    if not isinstance(layers, Sequence):
+        refuse("layers", "a list of ints", layers, error=TypeError)
+    chosen = [expect_int(layer, "layers") for layer in layers]
     if not chosen:
         refuse("layers", "at least one layer", chosen)
     for layer in chosen:
@@ -129,12 +132,14 @@ def _names(cache: PagedKVCacheCollection, request_names: Sequence[str] | None) -
 def _scale_storage(cache: PagedKVCacheCollection, layout: CacheLayout) -> str:
     if layout.inline_scales:
         return INLINE
-    if cache.scales is None:
+    if cache.scale_pool is None:
         return NO_SCALES
-    return PER_TENSOR if is_per_tensor(cache.scales) else PAGED
+    return PER_TENSOR if cache.scale_pool.repeated else PAGED
 
 
 def _check_before(before: CacheReport, layout: CacheLayout, cache: PagedKVCacheCollection, layers: list[int]) -> None:
+    if not isinstance(before, CacheReport):
+        refuse("before", "a CacheReport", describe(before), error=TypeError)
     for what, held, got in (
         ("layout", before.pool.layout, str(layout)),
         ("page size", before.pool.page_size, cache.page_size),

@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import ceildiv, describe, dtype_name, refuse
+from pagedmla.kv_cache.checks import ceildiv, describe, dtype_name, expect_int, expect_tensor, refuse
 from pagedmla.kv_cache.paged_tensor import PagedTensor
-from pagedmla.kv_cache.quantise import SCALE_DTYPES, quantise_group, saturating_cast, sigma_of
+from pagedmla.kv_cache.quantise import SCALE_DTYPES, check_sigma, quantise_group, saturating_cast, sigma_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -65,8 +65,11 @@ class CacheLayout:
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     rope_scaled: ClassVar[bool] = False
     inline_scales: ClassVar[bool] = False
+    alignment: ClassVar[int] = 1  # bytes of the widest number inside a row of bytes
 
     def __post_init__(self) -> None:
+        for name in ("latent", "rope"):
+            object.__setattr__(self, name, expect_int(getattr(self, name), name))
         if self.latent < 1 or self.rope < 1:
             refuse("layout", "latent and rope of at least 1 column", f"latent={self.latent}, rope={self.rope}")
 
@@ -122,6 +125,28 @@ class CacheLayout:
     def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
+    def _check_tokens(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, scales: int) -> None:
+        """Refuse arguments of `quantize` that don't fit each other; sigma has `scales` numbers a token."""
+        lead = latent.shape[:-1]
+        expect_tensor(latent, "latent", [*lead, self.latent], (), f"Layout {self}.")
+        expect_tensor(rope, "rope", [*lead, self.rope], (), f"It goes with latent {describe(latent)}.")
+        if sigma is None:
+            return
+        if not scales:
+            refuse("sigma", f"None, since layout {self} has no scales", sigma)
+        expect_tensor(sigma, "sigma", [*lead, scales], SCALE_DTYPES, f"It goes with latent {describe(latent)}.")
+
+    def _check_rows(self, values: Tensor, scales: Tensor | None) -> Tensor | None:
+        """`scales`, once the arguments of `dequantize` fit each other."""
+        lead = values.shape[:-1]
+        expect_tensor(values, "values", [*lead, self.row_elements], self.value_dtypes, f"Layout {self}.")
+        if scales is not None:
+            if not self.scales_per_token:
+                refuse("scales", f"None, since layout {self} has none beside its rows", scales)
+            hint = f"They go with values {describe(values)}."
+            expect_tensor(scales, "scales", [*lead, self.scales_per_token], SCALE_DTYPES, hint)
+        return scales
+
     # What follows from it.
 
     @property
@@ -146,6 +171,7 @@ class CacheLayout:
         """Refuse a pool that isn't of this kind. Reads shapes, dtypes and strides only."""
         self._check_blocks(blocks)
         self._check_scales(blocks, scales)
+        self.check_alignment(PagedTensor(blocks, "kv_blocks", blocks.stride(0)))
 
     def _check_blocks(self, blocks: Tensor) -> None:
         wanted = f"[*, 1, *, *, 1, {self.row_elements}] {' or '.join(map(dtype_name, self.value_dtypes))}"
@@ -174,8 +200,8 @@ class CacheLayout:
 
     def planes(self, values: PagedTensor, scales: PagedTensor | None, layer: int) -> RowPlanes:
         """One layer as views (see RowPlanes). The pools must have passed `check_pool`."""
+        self.check_alignment(values)
         rows = values.layer(0, layer).squeeze(2)  # [num_pages, page_size, row_elements]
-        self._check_alignment(rows)
         latent, rope = self._latent_and_rope(rows)
         plane = self._scale_plane(rows, None if scales is None else scales.layer(0, layer).squeeze(2))
         return RowPlanes(latent, rope, plane, self.scale_group, self.rope_scaled, self.inline_scales)
@@ -183,16 +209,18 @@ class CacheLayout:
     def _scale_plane(self, rows: Tensor, scales: Tensor | None) -> Tensor | None:
         return scales
 
-    def _check_alignment(self, rows: Tensor) -> None:
-        """Wider numbers inside a byte row need a page, slot and base that they divide."""
-
-    def _require_alignment(self, rows: Tensor, size: int) -> None:
+    def check_alignment(self, values: PagedTensor) -> None:
+        """Refuse strides that put the wider numbers of a byte row where they can't be viewed."""
+        if self.alignment == 1:
+            return
+        blocks, size = values.tensor, self.alignment
         for what, elements in (
-            ("first byte", rows.storage_offset()),
-            ("page stride", rows.stride(0)),
-            ("slot stride", rows.stride(1)),
+            ("first byte", blocks.storage_offset()),
+            ("page stride", values.page_stride),
+            ("layer stride", blocks.stride(2)),
+            ("slot stride", blocks.stride(3)),
         ):
-            if elements * rows.element_size() % size:
+            if elements % size:
                 refuse("kv_blocks", f"a {what} that is a multiple of {size} bytes for layout {self}", elements)
 
 
@@ -219,11 +247,11 @@ class Unquantised(CacheLayout):
         power_of_two: bool = False,
         scale_dtype: torch.dtype = torch.float32,
     ) -> QuantizedRows:
-        if sigma is not None:
-            refuse("sigma", f"None, since layout {self} has no scales", sigma)
+        self._check_tokens(latent, rope, sigma, 0)
         return QuantizedRows(saturating_cast(torch.cat((latent, rope), -1), self.value_dtypes[0]), None)
 
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        self._check_rows(values, scales)
         return values.to(dtype)
 
     def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,8 +282,8 @@ class Fp8Flat(CacheLayout):
     | 0 .. 511 | latent, e4m3, value = byte * sigma[d // g]  |
     | 512..575 | rope,   e4m3, value = byte * sigma[d // g]  |
 
-    `granularity` None means the whole row. One scale for a whole tensor is a `kv_scales` view expanded with stride 0
-    (`per_tensor_scale` makes one): a store reads it and never writes it.
+    `granularity` None means the whole row, and so does one of at least its width. One scale for a whole tensor is a
+    `kv_scales` view expanded with stride 0 (`per_tensor_scale` makes one): a store reads it and never writes it.
     """
 
     granularity: int | None = None
@@ -266,8 +294,13 @@ class Fp8Flat(CacheLayout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.granularity is not None and self.granularity < 1:
-            refuse("granularity", "at least 1 column", self.granularity)
+        if self.granularity is None:
+            return
+        granularity = expect_int(self.granularity, "granularity")
+        if granularity < 1:
+            refuse("granularity", "at least 1 column", granularity)
+        # One group is the whole row, however it was asked for: equal layouts compare equal.
+        object.__setattr__(self, "granularity", granularity if granularity < self.width else None)
 
     @property
     def row_elements(self) -> int:
@@ -275,7 +308,7 @@ class Fp8Flat(CacheLayout):
 
     @property
     def scale_group(self) -> int:
-        return self.width if self.granularity is None else min(self.granularity, self.width)
+        return self.granularity or self.width
 
     @property
     def scales_per_token(self) -> int:
@@ -294,6 +327,7 @@ class Fp8Flat(CacheLayout):
         power_of_two: bool = False,
         scale_dtype: torch.dtype = torch.float32,
     ) -> QuantizedRows:
+        self._check_tokens(latent, rope, sigma, self.scales_per_token)
         row = torch.cat((latent.to(torch.float32), rope.to(torch.float32)), -1)
         groups = row.split(self.scale_group, -1)
         if sigma is None:
@@ -303,7 +337,7 @@ class Fp8Flat(CacheLayout):
         return QuantizedRows(torch.cat(codes, -1).view(E4M3), sigma)
 
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        sigma = _need_scales(self, scales)
+        sigma = _need_scales(self, self._check_rows(values, scales))
         columns = torch.arange(self.width, device=values.device) // self.scale_group
         return _as_e4m3(values).to(dtype) * sigma.to(dtype)[..., columns]
 
@@ -326,6 +360,7 @@ class Fp8RopeBf16(CacheLayout):
 
     name = "fp8_rope_bf16"
     scale_dtypes = (torch.float32,)
+    alignment = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -353,13 +388,14 @@ class Fp8RopeBf16(CacheLayout):
         power_of_two: bool = False,
         scale_dtype: torch.dtype = torch.float32,
     ) -> QuantizedRows:
+        self._check_tokens(latent, rope, sigma, self.scales_per_token)
         if sigma is None:
             sigma = sigma_of(latent, scale_dtype=scale_dtype, power_of_two=power_of_two).unsqueeze(-1)
         codes = quantise_group(latent, sigma[..., 0])
         return QuantizedRows(_join_bytes(codes, self._stored_rope(rope, sigma)), sigma)
 
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        sigma = _need_scales(self, scales).to(dtype)
+        sigma = _need_scales(self, self._check_rows(values, scales)).to(dtype)
         latent, rope = self._latent_and_rope(values)
         return torch.cat((latent.to(dtype) * sigma, self._read_rope(rope.to(dtype), sigma)), -1)
 
@@ -371,9 +407,6 @@ class Fp8RopeBf16(CacheLayout):
 
     def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return _as_e4m3(values[..., : self.latent]), values[..., self.latent :].view(torch.bfloat16)
-
-    def _check_alignment(self, rows: Tensor) -> None:
-        self._require_alignment(rows, 2)
 
 
 @dataclass(frozen=True)
@@ -413,6 +446,7 @@ class Fp8DsMla(CacheLayout):
     name = "fp8_ds_mla"
     value_dtypes = (torch.uint8, E4M3)
     inline_scales = True
+    alignment = 4
 
     GROUP: ClassVar[int] = 128
 
@@ -447,6 +481,7 @@ class Fp8DsMla(CacheLayout):
         power_of_two: bool = False,
         scale_dtype: torch.dtype = torch.float32,
     ) -> QuantizedRows:
+        self._check_tokens(latent, rope, sigma, self.groups)
         groups = latent.to(torch.float32).split(self.GROUP, -1)
         if sigma is None:
             sigma = _stack([sigma_of(x, power_of_two=power_of_two) for x in groups])
@@ -455,6 +490,7 @@ class Fp8DsMla(CacheLayout):
         return QuantizedRows(row.view(torch.uint8), None)
 
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        self._check_rows(values, scales)
         values = values.contiguous()
         latent, rope = self._latent_and_rope(values)
         sigma = self._inline(values).to(dtype).repeat_interleave(self.GROUP, -1)[..., : self.latent]
@@ -469,9 +505,6 @@ class Fp8DsMla(CacheLayout):
 
     def _scale_plane(self, rows: Tensor, scales: Tensor | None) -> Tensor | None:
         return self._inline(rows)
-
-    def _check_alignment(self, rows: Tensor) -> None:
-        self._require_alignment(rows, 4)
 
     def _check_scales(self, blocks: Tensor, scales: Tensor | None) -> None:
         if scales is None:
@@ -493,7 +526,7 @@ LAYOUTS: dict[str, type[CacheLayout]] = {
 def get_layout(name: str, *, latent: int = 512, rope: int = 64, granularity: int | None = None) -> CacheLayout:
     """A layout by its name. `granularity` is for `fp8_flat` alone. Raises ValueError for a name we don't know."""
     if name not in LAYOUTS:
-        refuse("layout", f"one of {', '.join(LAYOUTS)}", name)
+        refuse("layout", f"one of {', '.join(LAYOUTS)}", repr(name))
     if granularity is None:
         return LAYOUTS[name](latent, rope)
     if name != Fp8Flat.name:
@@ -506,6 +539,10 @@ def resolve_layout(layout: CacheLayout | str, blocks: Tensor, scales: Tensor | N
 
     A layout object is taken as it is. Either way the pool is checked against it.
     """
+    if not isinstance(blocks, Tensor):
+        refuse("kv_blocks", "a tensor", blocks, error=TypeError)
+    if scales is not None and not isinstance(scales, Tensor):
+        refuse("kv_scales", "a tensor or None", scales, error=TypeError)
     if isinstance(layout, str):
         named = get_layout(layout)
         if blocks.dim() == 6:
@@ -549,21 +586,17 @@ def _likely_granularity(width: int, groups: int) -> int:
 def per_tensor_scale(sigma: Tensor, blocks: Tensor) -> Tensor:
     """One scale for a whole pool (`sigma` with one element), or one a layer (`sigma [num_layers]`), as `kv_scales`.
 
-    The view has stride 0 along pages and slots; every page and slot reads the same number.
+    The view has stride 0 along pages and slots; every page and slot reads the same number. On a CPU sigma is checked:
+    it must be finite and at least the floor of its dtype (docs/contract.md).
     """
+    expect_tensor(blocks, "blocks", [None] * 6, ())
     pages, kv_dim, layers, page_size, heads, _ = blocks.shape
-    if sigma.numel() not in (1, layers) or sigma.dtype not in SCALE_DTYPES:
+    check_sigma(sigma)
+    if sigma.numel() not in (1, layers):
         refuse("sigma", f"[1] or [{layers}] {' or '.join(map(dtype_name, SCALE_DTYPES))}", sigma)
     flat = sigma.reshape(-1)
     stride_layer = 0 if flat.numel() == 1 else flat.stride(0)
     return flat.as_strided((pages, kv_dim, layers, page_size, heads, 1), (0, 0, stride_layer, 0, 0, 0))
-
-
-def is_per_tensor(scales: Tensor) -> bool:
-    """Whether a scale pool is one number repeated: stride 0 along every page and slot dimension longer than 1."""
-    page, slot = (scales.stride(0), scales.shape[0]), (scales.stride(3), scales.shape[3])
-    longer = [stride for stride, size in (page, slot) if size > 1]
-    return all(stride == 0 for stride in (longer or [page[0], slot[0]]))
 
 
 def _as_e4m3(values: Tensor) -> Tensor:

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import INDEX_DTYPES, ceildiv, describe, dtype_name, refuse
+from pagedmla.kv_cache.checks import INDEX_DTYPES, ceildiv, describe, dtype_name, expect_int, refuse
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, per_tensor_scale
 from pagedmla.kv_cache.paged_tensor import PACKED_PAGE_STRIDE, raw_view
+from pagedmla.kv_cache.quantise import check_sigma
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 
 ONE_PAST_END = "one_past_end"
@@ -55,13 +56,14 @@ class StepInputs(NamedTuple):
 
 
 class SwappedRequest(NamedTuple):
-    """A request's bytes on the host.
+    """A request's bytes on the host, and what they mean.
 
     values  [pages, 1, num_layers, page_size, 1, row]
     scales  [pages, 1, num_layers, page_size, 1, G], or None where the pool has no pages of scales
     """
 
     tokens: int
+    layout: CacheLayout
     values: Tensor
     scales: Tensor | None
 
@@ -109,6 +111,8 @@ class PagePool:
         device: torch.device | str = "cpu",
     ) -> None:
         self.layout = get_layout(layout) if isinstance(layout, str) else layout
+        if not isinstance(self.layout, CacheLayout):
+            refuse("layout", "a CacheLayout or its name", layout, error=TypeError)
         self.page_size, self.num_pages, self.sentinel, self.table_dtype = page_size, num_pages, sentinel, table_dtype
         if sentinel not in (ONE_PAST_END, NULL_PAGE):
             refuse("sentinel", f"{ONE_PAST_END!r} or {NULL_PAGE!r}", repr(sentinel))
@@ -121,7 +125,7 @@ class PagePool:
             ("num_pages", num_pages, smallest),
             ("num_scale_pages", smallest if num_scale_pages is None else num_scale_pages, smallest),
         ):
-            if size < least:
+            if expect_int(size, name) < least:
                 refuse(name, f"at least {least}", size)
         if num_scale_pages is not None and (self.layout.scales_per_token == 0 or sigma is not None):
             why = "sigma is one scale for all pages" if sigma is not None else f"layout {self.layout} has no scale pool"
@@ -135,6 +139,7 @@ class PagePool:
         )
         self.scales: Tensor | None = None
         if sigma is not None:
+            check_sigma(sigma)
             self.scales = per_tensor_scale(sigma.to(device), self.blocks)
         elif self.layout.scales_per_token:
             pages = num_pages if num_scale_pages is None else num_scale_pages
@@ -198,7 +203,7 @@ class PagePool:
         A last page that is only partly the child's is shared too; whichever sharer appends to it first gets a copy.
         """
         source = self._find(parent)
-        tokens = source.tokens if tokens is None else tokens
+        tokens = source.tokens if tokens is None else expect_int(tokens, "tokens")
         if not 0 <= tokens <= source.tokens:
             refuse("tokens", f"0 to {source.tokens}, the tokens of request {parent!r}", tokens)
         self.allocate(child)
@@ -209,6 +214,7 @@ class PagePool:
     def truncate(self, request: RequestId, tokens: int) -> None:
         """Keep the first `tokens` tokens, and give back the pages behind them with all unused room."""
         held = self._find(request)
+        tokens = expect_int(tokens, "tokens")
         if not 0 <= tokens <= held.tokens:
             refuse("tokens", f"0 to {held.tokens}, the tokens of request {request!r}", tokens)
         keep = ceildiv(tokens, self.page_size)
@@ -252,7 +258,10 @@ class PagePool:
         return StepInputs(values, _int32(starts).to(device))
 
     def advance(self, requests: Sequence[RequestId], tokens: Sequence[int]) -> None:
-        """Count `tokens[i]` more tokens of request i as in the cache; the step must have made room for them."""
+        """Count `tokens[i]` more tokens of request i as in the cache; the step must have made room for them.
+
+        A step makes room in pages of the request's own: after a fork make the step before you advance.
+        """
         self._check_step(requests, tokens, "tokens")
         for request, count in zip(requests, tokens):
             held = self._find(request)
@@ -264,6 +273,13 @@ class PagePool:
                     count,
                     "Call values() for the step first.",
                 )
+            if self._appends_to_page(held, count) and self._references[held.pages[held.tokens // self.page_size]] > 1:
+                refuse(
+                    "tokens",
+                    f"0 for request {request!r}, whose last page others share",
+                    count,
+                    "Call values() for the step first: it gives the request a page of its own.",
+                )
         for request, count in zip(requests, tokens):
             self._find(request).tokens += count
 
@@ -274,6 +290,8 @@ class PagePool:
 
         Every source is read before anything is written, so chains and exchanges are right.
         """
+        if any(not isinstance(page, Page) for pair in pairs for page in pair):
+            refuse("pairs", "(Page, Page) each", list(pairs), error=TypeError)
         targets = Counter(target.value for _, target in pairs) | Counter(target.scale for _, target in pairs)
         if any(count > 1 for count in targets.values()):
             refuse("pairs", "no target page twice", [tuple(target) for _, target in pairs])
@@ -297,6 +315,7 @@ class PagePool:
         pages = held.pages[: ceildiv(held.tokens, self.page_size)]
         swapped = SwappedRequest(
             held.tokens,
+            self.layout,
             _gather(self.blocks, [page.value for page in pages]),
             None if self._paged_scales is None else _gather(self._paged_scales, [page.scale for page in pages]),
         )
@@ -305,6 +324,10 @@ class PagePool:
 
     def swap_in(self, request: RequestId, swapped: SwappedRequest) -> None:
         """Bring a swapped request back, in pages of its own. Raises OutOfPagesError, with nothing changed."""
+        if not isinstance(swapped, SwappedRequest):
+            refuse("swapped", "a SwappedRequest", describe(swapped), error=TypeError)
+        if swapped.layout != self.layout:
+            refuse("swapped", f"a request of layout {self.layout}", f"one of {swapped.layout}")
         count = ceildiv(swapped.tokens, self.page_size)
         for name, copy, pool in (
             ("swapped.values", swapped.values, self.blocks),
@@ -364,7 +387,7 @@ class PagePool:
             refuse("requests", "each request once", list(requests))
         for request, count in zip(requests, counts):
             self._find(request)
-            if count < 0:
+            if expect_int(count, counts_name) < 0:
                 refuse(counts_name, f"at least 0 for request {request!r}", count)
 
     def _reserve(self, requests: Sequence[RequestId], counts: Sequence[int]) -> None:

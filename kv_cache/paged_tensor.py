@@ -18,6 +18,7 @@ from pagedmla.kv_cache.checks import host_int, refuse
 
 PACKED_PAGE_STRIDE = -1
 
+_DIMENSIONS = ("page", "kv", "layer", "slot", "head", "column")
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,7 +32,8 @@ class PagedTensor:
     """A pool `[num_pages, kv_dim, num_layers, page_size, num_heads, width]` and the distance of its pages.
 
     `page_stride` is in elements; -1 or None means the tensor's own `stride(0)`. Raises ValueError where the last page
-    would reach past the storage.
+    would reach past the storage, and where elements share an address: a store would write over itself. One number for
+    all pages and slots (`repeated`) is the exception, for pools of scales: it is read and never written.
     """
 
     tensor: Tensor
@@ -40,15 +42,14 @@ class PagedTensor:
 
     @classmethod
     def bind(cls, tensor: Tensor, name: str, page_stride: Tensor | int | None = None) -> PagedTensor:
-        stride_name = "scales_page_stride" if name in ("scales", "kv_scales") else "page_stride"
-        given = (
-            PACKED_PAGE_STRIDE
-            if page_stride is None
-            else host_int(page_stride, stride_name, minimum=PACKED_PAGE_STRIDE)
-        )
+        stride_name = "scales_page_stride" if name.endswith("scales") else "page_stride"
+        given = PACKED_PAGE_STRIDE
+        if page_stride is not None:
+            given = host_int(page_stride, stride_name, minimum=PACKED_PAGE_STRIDE)
         stride = tensor.stride(0) if given == PACKED_PAGE_STRIDE else given
         pool = cls(tensor, name, stride)
         pool._check_storage(stride_name)
+        pool._check_overlap()
         return pool
 
     def _check_storage(self, stride_name: str) -> None:
@@ -64,6 +65,32 @@ class PagedTensor:
                 f"{room} elements",
                 f"Bind a view into the whole arena, or pass the real {stride_name}.",
             )
+
+    def _check_overlap(self) -> None:
+        """Each stride must step over all that the smaller ones reach, as in any view of a pool that was once packed."""
+        if self.tensor.numel() == 0 or (self.name.endswith("scales") and self.repeated):
+            return
+        strides = (self.page_stride, *self.tensor.stride()[1:])
+        reach = 1
+        for stride, size, dimension in sorted(zip(strides, self.tensor.shape, _DIMENSIONS)):
+            if size < 2:
+                continue
+            if stride < reach:
+                hint = "One scale for all pages is a pool of one number, with stride 0 along both pages and slots."
+                refuse(
+                    self.name,
+                    f"an address for each element, so a {dimension} stride of at least {reach}",
+                    str(stride),
+                    hint if self.name.endswith("scales") else "",
+                )
+            reach += (size - 1) * stride
+
+    @property
+    def repeated(self) -> bool:
+        """Whether every page and slot holds the same one number."""
+        pages, slots = (self.num_pages, self.page_stride), (self.page_size, self.tensor.stride(3))
+        longer = [stride for size, stride in (pages, slots) if size > 1] or [pages[1], slots[1]]
+        return self.tensor.shape[5] == 1 and not any(longer)
 
     @property
     def num_pages(self) -> int:

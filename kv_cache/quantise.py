@@ -1,7 +1,7 @@
 """From float32 to e4m3 and its scale sigma, exactly as every executor does it.
 
     amax   largest |x| of the group over its finite values (NaN is left out, infinity clamps)
-    sigma  max(amax / 448, floor), or that rounded up to a power of two; in the dtype the pool stores
+    sigma  amax / 448 within the limits of the dtype that the pool stores, or that rounded up to a power of two
     code   e4m3 of clamp(x * (1 / sigma), -448, 448), to nearest, ties to even; NaN becomes 0x7F
 
 The two divisions are correctly rounded float32 and the product is float32, so that a kernel can give the same bytes. An
@@ -10,22 +10,30 @@ all-zero group gives the floor, which is positive and finite, and zero codes (vl
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import dtype_name, refuse
+from pagedmla.kv_cache.checks import describe, dtype_name, refuse
 
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 SIGMA_FLOOR = 2.0**-100  # far below any latent, and 1 / sigma, 448 / sigma and sigma * sigma' stay normal float32
 
-# A pool of float16 scales multiplies in float16 (kv_cache contract), so sigma * 448 has to stay below 65504.
+# A pool of float16 scales multiplies in float16 (docs/contract.md), so sigma * 448 has to stay below 65504.
 _SIGMA_LIMITS = {
     torch.float32: (SIGMA_FLOOR, 2.0**119),
     torch.float16: (2.0**-24, 146.125),
     torch.float8_e8m0fnu: (SIGMA_FLOOR, 2.0**119),
 }
 SCALE_DTYPES = tuple(_SIGMA_LIMITS)
+
+
+def sigma_limits(scale_dtype: torch.dtype, *, power_of_two: bool = False) -> tuple[float, float]:
+    """Smallest and largest sigma that is made for a pool of `scale_dtype`; powers of two where those are asked for."""
+    floor, ceiling = _SIGMA_LIMITS[scale_dtype]
+    return floor, 2.0 ** math.floor(math.log2(ceiling)) if power_of_two else ceiling
 
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
@@ -38,13 +46,26 @@ def sigma_of(x: Tensor, *, scale_dtype: torch.dtype = torch.float32, power_of_tw
     """The scale of each group: `x [..., columns]` to `[...]` in `scale_dtype` (float32, float16, float8_e8m0fnu)."""
     if scale_dtype not in _SIGMA_LIMITS:
         refuse("scale_dtype", " or ".join(map(dtype_name, SCALE_DTYPES)), dtype_name(scale_dtype))
-    floor, ceiling = _SIGMA_LIMITS[scale_dtype]
+    power_of_two = power_of_two or scale_dtype == torch.float8_e8m0fnu
+    limits = sigma_limits(scale_dtype, power_of_two=power_of_two)
     magnitude = x.to(torch.float32).abs()
     finite = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
-    sigma = (finite.amax(-1) / E4M3_MAX).clamp(floor, ceiling)
-    if power_of_two or scale_dtype == torch.float8_e8m0fnu:
+    sigma = (finite.amax(-1) / E4M3_MAX).clamp(*limits)
+    if power_of_two:
         sigma = round_up_to_power_of_two(sigma)
     return sigma.to(scale_dtype)
+
+
+def check_sigma(sigma: object, name: str = "sigma") -> None:
+    """Refuse given scales that no row can be divided by; a device's aren't read."""
+    if not isinstance(sigma, Tensor) or sigma.dtype not in SCALE_DTYPES:
+        refuse(name, f"a tensor of {' or '.join(map(dtype_name, SCALE_DTYPES))}", describe(sigma))
+    floor, _ = sigma_limits(sigma.dtype)
+    if sigma.device.type == "cpu":
+        numbers = sigma.to(torch.float32)
+        bad = ~(numbers.isfinite() & (numbers >= floor))
+        if bool(bad.any()):
+            refuse(name, f"finite numbers of at least {floor:g}", f"{float(numbers[bad][0])}")
 
 
 def encode_e4m3(x: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ dtypes that share memory, as values and scales in one slab do. A view into an ar
 
 from __future__ import annotations
 
-import pickle
+from collections.abc import Sequence
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ VERSION = 1
 
 
 class SavedCache(NamedTuple):
-    """What `load_cache` returns; `query_start_loc` is None where the file has none."""
+    """What `load_cache` returns; `query_start_loc` and `request_names` are None where the file has none."""
 
     values: KVCacheInputsPerDevice
     layout: CacheLayout
     query_start_loc: Tensor | None
+    request_names: list[str] | None
 
 
 def save_cache(
@@ -37,11 +38,14 @@ def save_cache(
     values: KVCacheInputsPerDevice,
     layout: CacheLayout | str,
     query_start_loc: Tensor | None = None,
+    request_names: Sequence[str] | None = None,
 ) -> None:
-    """Write one device's cache, its layout and the step's query starts `[B + 1]` to `path`."""
+    """Write one device's cache and its layout to `path`; with it query starts `[B + 1]` and the rows' names."""
     values = single_device(values)
     layout = resolve_layout(layout, values.kv_blocks, values.kv_scales)
     dims = values.split_head_dims
+    if not isinstance(dims, (SplitKVHeadDims, type(None))):
+        refuse("split_head_dims", "SplitKVHeadDims or None", dims, error=TypeError)
     storages = _Storages()
     saved = {field.name: storages.describe(getattr(values, field.name)) for field in fields(values)}
     saved["split_head_dims"] = None if dims is None else [dims.key_head_dim, dims.value_head_dim]
@@ -57,9 +61,11 @@ def save_cache(
         "layout": described,
         "values": saved,
         "query_start_loc": storages.describe(query_start_loc),
+        "request_names": None if request_names is None else [str(name) for name in request_names],
         "storages": storages.bytes,
     }
-    torch.save(data, path)
+    with Path(path).open("wb") as file:  # torch would hide why a file can't be written
+        torch.save(data, file)
 
 
 def load_cache(path: str | PathLike[str]) -> SavedCache:
@@ -67,17 +73,28 @@ def load_cache(path: str | PathLike[str]) -> SavedCache:
     path = Path(path)
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # the unpickler fails in as many ways as a file can be broken
         _not_ours(path, f"a file that torch can't load ({type(error).__name__})")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         _not_ours(path, "another file of torch.save")
-    if data["version"] != VERSION:
-        refuse(str(path), f"version {VERSION} of the format", f"version {data['version']}", "Use a newer pagedmla.")
+    version = data.get("version")
+    if version != VERSION:
+        refuse(str(path), f"version {VERSION} of the format", f"version {version}", "Use a newer pagedmla.")
+    try:
+        return _restore(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        _not_ours(path, f"a damaged one ({type(error).__name__}: {error})")
+
+
+def _restore(data: dict[str, Any]) -> SavedCache:
     saved = {name: _rebuild(value, data["storages"]) for name, value in data["values"].items()}
     if saved["split_head_dims"] is not None:
         saved["split_head_dims"] = SplitKVHeadDims(*saved["split_head_dims"])
     starts = _rebuild(data["query_start_loc"], data["storages"])
-    return SavedCache(KVCacheInputsPerDevice(**saved), get_layout(**data["layout"]), starts)
+    values = KVCacheInputsPerDevice(**saved)
+    return SavedCache(values, get_layout(**data["layout"]), starts, data.get("request_names"))
 
 
 class _Storages:
@@ -107,10 +124,10 @@ class _Storages:
 def _rebuild(described: Any, storages: list[Tensor]) -> Any:
     if not isinstance(described, dict):
         return described
-    storage = storages[described["storage"]].untyped_storage()
-    view = torch.empty(0, dtype=described["dtype"])
-    return view.set_(storage, described["offset"], described["shape"], described["stride"])
+    storage, dtype = storages[described["storage"]], described["dtype"]
+    whole = storage[: storage.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return whole.as_strided(described["shape"], described["stride"], described["offset"])  # bounded, unlike set_
 
 
-def _not_ours(path: Path, got: str) -> None:
+def _not_ours(path: Path, got: str) -> NoReturn:
     refuse(str(path), "a cache written by pagedmla.save_cache", got)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedmla.kv_cache.cache_report import ERROR, PAGED, WARNING, Finding
-from pagedmla.kv_cache.checks import INDEX_DTYPES, ceildiv, expect_tensor
+from pagedmla.kv_cache.checks import INDEX_DTYPES, ceildiv, expect_int, expect_tensor, quoted, refuse
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.paged_tensor import PagedTensor
 from pagedmla.kv_cache.tables import int64_lengths
@@ -58,7 +58,7 @@ def row_lengths(look: Look, query_start_loc: Tensor | None, kv_lens: Tensor | Se
     if kv_lens is None:
         lengths = int64_lengths(cache.cache_lengths).cpu() + query_lens
     else:
-        lengths = torch.as_tensor(kv_lens).cpu().to(torch.int64)
+        lengths = _as_lengths(kv_lens)
         expect_tensor(lengths, "kv_lens", [batch], ())
     least = -1 if query_start_loc is None and kv_lens is None else 0  # -1: a padding row, which has one query token
     for row in torch.nonzero(lengths < least).flatten().tolist():
@@ -73,6 +73,16 @@ def row_lengths(look: Look, query_start_loc: Tensor | None, kv_lens: Tensor | Se
             row=row,
         )
     return lengths
+
+
+def _as_lengths(kv_lens: object) -> Tensor:
+    if isinstance(kv_lens, Tensor):
+        if kv_lens.dtype not in (*INDEX_DTYPES, torch.int64):
+            refuse("kv_lens", "integers", kv_lens)
+        return kv_lens.cpu().to(torch.int64)
+    if isinstance(kv_lens, str) or not isinstance(kv_lens, Sequence):
+        refuse("kv_lens", "a list of ints or a tensor", quoted(kv_lens), error=TypeError)
+    return torch.tensor([expect_int(length, "kv_lens") for length in kv_lens], dtype=torch.int64)
 
 
 def _tables(look: Look) -> list[tuple[str, Tensor, PagedTensor]]:
@@ -113,7 +123,7 @@ def check_ids(look: Look, live: LivePages) -> Tensor:
             row, column, page = int(live.row[at]), int(live.column[at]), int(ids[at])
             look.find(
                 "id_out_of_range",
-                f"{name}: {look.row(row)}, column {column} holds page id {page}; kv_{pool.name} has "
+                f"{name}: {look.row(row)}, column {column} holds page id {page}; {pool.name} has "
                 f"{pool.num_pages} pages",
                 row=row,
                 column=column,

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pagedmla.kv_cache.checks import counted
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import CacheLayout, RowPlanes
 from pagedmla.kv_cache.paged_tensor import PagedTensor, raw_view
-from pagedmla.kv_cache.tables import ids_at
+from pagedmla.kv_cache.quantise import check_sigma
+from pagedmla.kv_cache.tables import ids_at, int64_lengths
 
 
 class LivePages(NamedTuple):
@@ -37,9 +39,28 @@ def check_table_width(cache: PagedKVCacheCollection, kv_lens: Tensor) -> None:
         if needed.numel() and int(needed.max()) > table.shape[1]:
             row = int(needed.argmax())
             raise ValueError(
-                f"{name}: expected at least {int(needed[row])} columns for row {row}, which has {int(kv_lens[row])} "
-                f"tokens in pages of {cache.page_size}; got {table.shape[1]}."
+                f"{name}: expected at least {counted(int(needed[row]), 'column')} for row {row}, which has "
+                f"{counted(int(kv_lens[row]), 'token')} in pages of {cache.page_size}; got {table.shape[1]}."
             )
+
+
+def check_lengths(cache: PagedKVCacheCollection, query_lens: Tensor) -> None:
+    """ValueError where a length is below a padding row's: minus its query tokens, of which it has at least one."""
+    lengths = int64_lengths(cache.cache_lengths)
+    least = -query_lens.clamp(min=1)
+    bad = lengths < least
+    if bool(bad.any()):
+        row = int(bad.to(torch.uint8).argmax())
+        expected = f"at least 0, or {int(least[row])} for padding"
+        raise ValueError(f"cache_lengths: expected {expected}; got {int(lengths[row])} in row {row}.")
+
+
+def check_one_scale(cache: PagedKVCacheCollection, layer: int) -> None:
+    """ValueError where the one scale of a layer, which stores read, is one that no row can be divided by."""
+    pool = cache.scale_pool
+    if pool is not None and pool.repeated and pool.num_pages:
+        one = raw_view(pool.tensor)[0, 0, layer, 0, 0].cpu()
+        check_sigma(one.view(pool.tensor.dtype), "kv_scales")
 
 
 def live_pages(cache: PagedKVCacheCollection, kv_lens: Tensor) -> LivePages:
@@ -71,7 +92,7 @@ def _check_ids(live: LivePages, pages: Tensor, pool: PagedTensor, table_name: st
         at = int(outside.to(torch.uint8).argmax())
         raise IndexError(
             f"{table_name}: row {int(live.row[at])}, column {int(live.column[at])} holds page id {int(pages[at])}; "
-            f"kv_{pool.name} has {pool.num_pages} pages"
+            f"{pool.name} has {pool.num_pages} pages"
         )
 
 

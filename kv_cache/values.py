@@ -18,8 +18,7 @@ from torch import Tensor
 from pagedmla.kv_cache.checks import describe, expect_tensor, host_int, refuse
 from pagedmla.kv_cache.collection import (
     PagedKVCacheCollection,
-    generic_get_paged_cache,
-    generic_get_paged_cache_with_scales,
+    bind_collection,
 )
 from pagedmla.kv_cache.paged_tensor import PACKED_PAGE_STRIDE
 
@@ -154,15 +153,7 @@ class KVCacheInputsPerDevice:
             for name in ("scales_lookup_table", "scales_page_stride"):
                 if getattr(self, name) is not None:
                     refuse(name, "None, since there are no kv_scales", getattr(self, name))
-            return generic_get_paged_cache(
-                blocks,
-                self.cache_lengths,
-                self.lookup_table,
-                self.max_prompt_length,
-                self.max_cache_length,
-                page_stride=self.page_stride,
-            )
-        return generic_get_paged_cache_with_scales(
+        return bind_collection(
             blocks,
             self.cache_lengths,
             self.lookup_table,
@@ -173,6 +164,7 @@ class KVCacheInputsPerDevice:
             quantization_granularity=quantization_granularity,
             page_stride=self.page_stride,
             scales_page_stride=self.scales_page_stride,
+            prefix="kv_",
         )
 
     # -- dispatch ----------------------------------------------------------------------------------------------------
@@ -260,6 +252,9 @@ class PagedCacheValues(KVCacheInputsPerDevice):
         caches, devices = list(per_device), _device_list(mapping)
         if not caches:
             refuse("per_device", "at least one device's cache", "none")
+        for index, cache in enumerate(caches):
+            if not isinstance(cache, KVCacheInputsPerDevice):
+                refuse(f"per_device[{index}]", "KVCacheInputsPerDevice", describe(cache), error=TypeError)
         if len(devices) != len(caches):
             refuse("mapping", f"{len(caches)} devices, one for each cache", f"{len(devices)}: {devices}")
         for index, (cache, device) in enumerate(zip(caches, devices)):
@@ -353,7 +348,10 @@ def _device_list(mapping: Any) -> list[torch.device]:
         return [torch.device(mapping)]
     if not isinstance(mapping, Iterable):
         refuse("mapping", "a list of devices or a DeviceMesh", mapping, error=TypeError)
-    return [torch.device(device) for device in mapping]
+    try:
+        return [torch.device(device) for device in mapping]
+    except (RuntimeError, TypeError):
+        refuse("mapping", "a list of devices or a DeviceMesh", list(mapping), error=TypeError)
 
 
 def _register(cls: type[KVCacheInputsPerDevice]) -> None:

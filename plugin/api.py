@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +12,31 @@ from torch import Tensor
 from pagedmla.kv_cache.checks import (
     DroppedStoreWarning,
     checks_enabled,
+    describe,
     dtype_name,
+    expect_bool,
     expect_same_device,
     expect_tensor,
     refuse,
 )
 from pagedmla.kv_cache.layouts import CacheLayout
+from pagedmla.kv_cache.splits import useful_partitions
 from pagedmla.kv_cache.tables import int32_view
+from pagedmla.kv_cache.validation import check_one_scale
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 from pagedmla.plugin.executors import AUTO, AttendOptions, Configuration, choose
 from pagedmla.plugin.plan import Plan
-from pagedmla.plugin.step import START_DTYPES, Step, bind_step, check_starts
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from pagedmla.plugin.step import (
+    FLOATS,
+    START_DTYPES,
+    Step,
+    bind_step,
+    check_out,
+    check_starts,
+    decode_requests_of,
+    expect_scale,
+)
+from pagedmla.reference.store import PADDING
 
 
 def attend(
@@ -57,23 +70,28 @@ def attend(
     Raises ValueError, TypeError and IndexError that name the tensor, before anything runs.
     """
     expect_tensor(q, "q", [None, None, None], FLOATS, "It is [T, H, latent + rope].")
-    step = bind_step(values, layer, layout, query_start_loc, q, "q")
+    sm_scale, causal = expect_scale(sm_scale), expect_bool(causal, "causal")
+    step = bind_step(values, layer, layout, query_start_loc, q, "q", check)
     if q.shape[2] != step.layout.width:
         refuse("q", f"[*, *, {step.layout.width}] for layout {step.layout}", q, "Fold W_UK in first (absorbed query).")
+    if q.shape[1] == 0:
+        refuse("q", "at least 1 head", q)
     if out is not None:
         expect_tensor(out, "out", [*q.shape[:2], step.layout.latent], (q.dtype,))
-        if out.device != q.device:
-            refuse("out", f"a tensor on {q.device}", f"one on {out.device}")
+        check_out(out, q)
+    if plan is not None and not isinstance(plan, Plan):
+        refuse("plan", "a Plan, made by plan(...)", describe(plan), error=TypeError)
     step.check_reads(check)
     decode_requests = step.decode_requests()
     if plan is None:
         page_size, heads = step.cache.page_size, int(q.shape[1])
         chosen = choose(Configuration("attend", q.device, step.layout, heads, page_size, q.dtype), executor).executor
-        partitions = step.values.dispatch(step.max_query_length()).num_partitions or 1
+        asked = step.values.dispatch(step.max_query_length()).num_partitions or 1
+        partitions = useful_partitions(asked, step.cache.max_cache_length, page_size)
         workspace = None
     else:
         if executor not in (AUTO, plan.attend_choice.executor.name):
-            refuse("executor", f"{plan.attend_choice.executor.name!r}, as in the plan", executor)
+            refuse("executor", f"{plan.attend_choice.executor.name!r}, as in the plan", repr(executor))
         plan.check(step, q, sm_scale, causal)
         chosen, partitions, workspace = plan.attend_choice.executor, plan.partitions(step), plan.workspace
     if out is None:
@@ -106,8 +124,10 @@ def store(
     power_of_two         round measured scales up to powers of two
 
     A token whose slot lies outside either pool is dropped whole, with a DroppedStoreWarning on the CPU; with `check`
-    (or PAGEDMLA_CHECK=1) it raises IndexError before anything is written. A per-tensor scale is read, never written.
+    (or PAGEDMLA_CHECK=1) it raises IndexError before anything is written. A per-tensor scale is read, never written;
+    with `check` it must be one that values can be divided by.
     """
+    expect_bool(power_of_two, "power_of_two")
     expect_tensor(latent, "latent", [None, None], FLOATS)
     expect_tensor(rope, "rope", [latent.shape[0], None], FLOATS, "It has a row for each row of latent.")
     if slot_mapping is not None:
@@ -120,7 +140,9 @@ def store(
     elif scales_slot_mapping is not None:
         refuse("slot_mapping", "[T] int64 beside scales_slot_mapping", None)
     starts = query_start_loc if slot_mapping is None else _no_requests(values)
-    step = bind_step(values, layer, layout, starts, latent, "latent")
+    step = bind_step(values, layer, layout, starts, latent, "latent", check)
+    if scales_slot_mapping is not None and not step.layout.scales_per_token:
+        refuse("scales_slot_mapping", f"None, since layout {step.layout} keeps no scale pool", scales_slot_mapping)
     for name, tensor, width in (("latent", latent, step.layout.latent), ("rope", rope, step.layout.rope)):
         if tensor.shape[1] != width:
             refuse(name, f"[*, {width}] for layout {step.layout}", tensor)
@@ -133,10 +155,12 @@ def store(
     )
     chosen = choose(Configuration("store", latent.device, step.layout, None, step.cache.page_size), executor).executor
     if slot_mapping is None:
+        step.decode_requests()  # refuses a split that isn't the step's
         step.check_writes(check)
         dropped = chosen.store(step, latent, rope, power_of_two=power_of_two)
     else:
         scale_slots = slot_mapping if scales_slot_mapping is None else scales_slot_mapping
+        decode_requests_of(step.values, step.batch, None)
         if checks_enabled(check):
             _check_slots(step, slot_mapping, scale_slots)
         dropped = chosen.store_slots(step, latent, rope, slot_mapping, scale_slots, power_of_two=power_of_two)
@@ -171,6 +195,9 @@ def prefill(
     causally, and `merge_states`. Raises ValueError and TypeError that name the tensor, before anything runs.
     """
     expect_tensor(q, "q", [None, None, None], FLOATS, "It is [T, H, D].")
+    sm_scale, causal = expect_scale(sm_scale), expect_bool(causal, "causal")
+    if q.shape[1] == 0:
+        refuse("q", "at least 1 head", q)
     expect_tensor(k, "k", [None, None, q.shape[2]], (q.dtype,), "It is [K, Hk, D], D and dtype as in q.")
     expect_tensor(v, "v", [*k.shape[:2], None], (q.dtype,), "It is [K, Hk, Dv], K, Hk and dtype as in k.")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -182,7 +209,7 @@ def prefill(
     for name, (tensor, tokens) in zip(starts, ((q, "q"), (k, "k"))):
         expect_tensor(starts[name], name, [requests], START_DTYPES)
         check_starts(starts[name], name, int(tensor.shape[0]), tokens)
-    expect_same_device(q, "q", k=k, v=v, out=out, **starts)
+    expect_same_device(q, "q", k=k, v=v, **starts)
     if key_start_loc is None:
         check_starts(query_start_loc, "query_start_loc", int(k.shape[0]), "k")
         key_start_loc = query_start_loc
@@ -190,6 +217,7 @@ def prefill(
         out = q.new_empty(*q.shape[:2], v.shape[2])
     else:
         expect_tensor(out, "out", [*q.shape[:2], v.shape[2]], (q.dtype,))
+        check_out(out, q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     chosen = choose(Configuration("prefill", q.device, num_heads=int(q.shape[1]), dtype=q.dtype), executor).executor
     chosen.prefill(q, k, v, query_start_loc, key_start_loc, out, lse, sm_scale=sm_scale, causal=causal)
@@ -220,13 +248,14 @@ def decompress(
     step = bind_step(values, layer, layout, _no_requests(values), lengths, "cache_lengths")
     expect_tensor(starts, "starts", [step.batch], START_DTYPES)
     expect_tensor(key_start_loc, "key_start_loc", [step.batch + 1], START_DTYPES)
-    expect_same_device(step.cache.blocks, "kv_blocks", starts=starts, key_start_loc=key_start_loc, out=out)
+    expect_same_device(step.cache.blocks, "kv_blocks", starts=starts, key_start_loc=key_start_loc)
     if out is None:
         if not step.on_host:
             refuse("out", f"[K, {step.layout.width}], since its size isn't known without a sync", None)
         out = torch.empty(int(key_start_loc[-1]), step.layout.width, device=lengths.device)
     expect_tensor(out, "out", [None, step.layout.width], (torch.bfloat16, torch.float16, torch.float32))
-    check_starts(key_start_loc, "key_start_loc", int(out.shape[0]), "out")
+    check_out(out, lengths)
+    check_starts(key_start_loc, "key_start_loc", int(out.shape[0]), "out", check)
     step.check_span(starts, key_start_loc, check)
     chosen = choose(Configuration("decompress", out.device, step.layout, dtype=out.dtype), executor).executor
     chosen.decompress(step, int32_view(starts).to(torch.int32), int32_view(key_start_loc).to(torch.int32), out)
@@ -242,8 +271,7 @@ def merge_states(
     its out holds. out comes back in its own dtype, lse in float32. Raises ValueError where an LSE is +inf (some kernels
     mark empty states so; checked on CPU tensors) or NaN.
     """
-    outs = outs if isinstance(outs, Tensor) else torch.stack(list(outs))
-    lses = lses if isinstance(lses, Tensor) else torch.stack(list(lses))
+    outs, lses = _stacked(outs, "outs"), _stacked(lses, "lses")
     expect_tensor(outs, "outs", [None] * 4, FLOATS, "It is [S, T, H, D].")
     hint = "LSE is kept in float32: bf16 is 3 % off in a weight already at lse 10."
     expect_tensor(lses, "lses", list(outs.shape[:3]), (torch.float32, torch.float64), hint)
@@ -260,6 +288,18 @@ def merge_states(
     return out, lse
 
 
+def _stacked(states: Tensor | Sequence[Tensor], name: str) -> Tensor:
+    if isinstance(states, Tensor):
+        return states
+    parts: list[Any] = list(states)
+    if not parts:
+        refuse(name, "a tensor, or at least one", "none")
+    for part in parts:
+        if not isinstance(part, Tensor) or (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
+            refuse(name, f"tensors all alike, {describe(parts[0])} as the first", describe(part))
+    return torch.stack(parts)
+
+
 def _no_requests(values: KVCacheInputsPerDevice) -> Tensor:
     """Query starts of a step whose tokens find their place by slot mapping: every request empty."""
     lengths = expect_tensor(values.cache_lengths, "cache_lengths", [None], ())
@@ -267,16 +307,18 @@ def _no_requests(values: KVCacheInputsPerDevice) -> Tensor:
 
 
 def _check_slots(step: Step, slots: Tensor, scale_slots: Tensor) -> None:
+    check_one_scale(step.cache, step.layer)
     pools = [("slot_mapping", slots, step.cache.value_pool)]
-    if step.cache.scale_pool is not None:
+    if step.cache.scale_pool is not None and not step.layout.inline_scales:
         pools.append(("scales_slot_mapping", scale_slots, step.cache.scale_pool))
+    stored = slots != PADDING
     for name, mapping, pool in pools:
         bound = pool.num_pages * pool.page_size
-        outside = (mapping < -1) | (mapping >= bound)
+        outside = stored & ((mapping < 0) | (mapping >= bound))
         if bool(outside.any()):
             t = int(outside.to(torch.uint8).argmax())
             raise IndexError(
-                f"{name}: token {t} has slot {int(mapping[t])}; kv_{pool.name} has {pool.num_pages} pages of "
+                f"{name}: token {t} has slot {int(mapping[t])}; {pool.name} has {pool.num_pages} pages of "
                 f"{pool.page_size} ({bound} slots)"
             )
 
@@ -284,5 +326,5 @@ def _check_slots(step: Step, slots: Tensor, scale_slots: Tensor) -> None:
 def _pools(step: Step) -> str:
     pools = [step.cache.value_pool] + ([step.cache.scale_pool] if step.cache.scale_pool is not None else [])
     return " or ".join(
-        f"kv_{pool.name} ({pool.num_pages * pool.page_size} slots of {dtype_name(pool.tensor.dtype)})" for pool in pools
+        f"{pool.name} ({pool.num_pages * pool.page_size} slots of {dtype_name(pool.tensor.dtype)})" for pool in pools
     )

@@ -1,8 +1,9 @@
-"""The command line: `pagedmla inspect`, `explain` and `demo`. Exit code 1: something is wrong; 2: wrong usage."""
+"""The command line: look at caches, see what runs where, build and measure kernels. Exit code 1: wrong; 2: misused."""
 
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,7 +82,7 @@ def inspect(
     try:
         earlier = None if before is None else _read_report(before, layer)
         report = _inspect_file(file, layer, earlier)
-    except (ValueError, IndexError) as error:
+    except (ValueError, TypeError, IndexError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1, allow_nan=False))
@@ -109,6 +110,7 @@ def _inspect_file(file: Path, layers: list[int] | None, before: CacheReport | No
         layout=saved.layout,
         query_start_loc=saved.query_start_loc,
         layers=layers or None,
+        request_names=saved.request_names,
         before=before,
     )
 
@@ -154,13 +156,13 @@ def explain(
     import torch
 
     from pagedmla.kv_cache.layouts import get_layout
-    from pagedmla.plugin.plan import plan
+    from pagedmla.plugin.plan import outline
 
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype not in dtypes:
         raise typer.BadParameter(f"expected one of {', '.join(dtypes)}; got {dtype}", param_hint="--dtype")
     try:
-        made = plan(
+        made = outline(
             layout=get_layout(layout, latent=latent, rope=rope, granularity=granularity),
             num_heads=heads,
             page_size=page_size,
@@ -173,7 +175,7 @@ def explain(
             num_partitions=partitions,
             executor=executor,
         )
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(made.explain())
 
@@ -198,7 +200,86 @@ def demo(
 
     if layout not in LAYOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(LAYOUTS)}; got {layout}", param_hint="--layout")
-    raise typer.Exit(run_demo(layout, save))
+    try:
+        raise typer.Exit(run_demo(layout, save))
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="--save") from error
+
+
+class CompiledExecutor(str, Enum):
+    """Executors whose kernels are built ahead of time."""
+
+    triton = "triton"
+
+
+@app.command(
+    name="compile",
+    epilog="""Examples:
+
+* `pagedmla compile --target sm_90` builds every kernel for Hopper and prints what each costs
+
+* `pagedmla compile --only decode --target sm_90 --out build/kernels` keeps the binaries and their disassembly
+
+* `pagedmla compile --json bench/results/compile-triton.json` writes the whole table (an hour on one core)
+""",
+)
+def compile_kernels(
+    executor: Annotated[CompiledExecutor, typer.Option(help="Whose kernels.")] = CompiledExecutor.triton,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="T", help="sm_80, sm_89, sm_90, sm_100, gfx942 or gfx950; again for more. Default: all."),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KERNEL", help="decode, mixed, prefill, store, decompress or merge. Default: all."),
+    ] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(metavar="LAYOUT", help="Of the cache; again for more. Default: all.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep binaries and listings here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
+) -> None:
+    """Build kernels ahead of time, without a GPU, and print what each costs: compiled, not run.
+
+    Exit code 1 where a target refused a variant.
+    """
+    from pagedmla.plugin.compile_report import compile_and_print
+
+    try:
+        rows = compile_and_print(target, only, layout, out)
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    raise typer.Exit(1 if any("refused" in row for row in rows) else 0)
+
+
+@app.command(
+    epilog="""Examples:
+
+* `pagedmla bench` measures on the GPU there is; without one it prints what the compiled kernels could reach, a model
+
+* `pagedmla bench --json bench.json --heads 16 --batch 1 --batch 128 --kv-len 4096`
+"""
+)
+def bench(
+    layout: Annotated[list[str] | None, typer.Option(help="Of the cache; again for more. Default: all.")] = None,
+    heads: Annotated[list[int] | None, typer.Option(help="Query heads. Default: 16 and 128.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Requests a step. Default: 1, 8, 32 and 128.")] = None,
+    kv_len: Annotated[int, typer.Option(help="Keys a request.")] = 4096,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")] = None,
+) -> None:
+    """Decode's speed beside its error, on the GPU there is; without a GPU a model of the compiled kernels."""
+    from pagedmla.bench.report import bench_and_print
+
+    try:
+        rows = bench_and_print(layout, heads, batch, kv_len)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

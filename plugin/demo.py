@@ -125,7 +125,7 @@ def run(layout_name: str, save: Path | None) -> tuple[list[StepRow], PagePool]:
         )
         pool.advance(names, query_lens)
     if save is not None:
-        save_cache(save, step.values, layout, query_start_loc=step.query_start_loc)
+        save_cache(save, step.values, layout, query_start_loc=step.query_start_loc, request_names=names)
     return rows, pool
 
 
@@ -154,8 +154,8 @@ def main(layout_name: str = "fp8_rope_bf16", save: Path | None = None) -> int:
         f"{len(PROMPTS)} requests, {HEADS} heads, pages of {PAGE_SIZE}, scales in pages of their own."
     )
     table = Table(title="Each step, and its errors against float64")
-    for heading in ("step", "tokens", "keys", "ms (CPU)", "executor", "lse", "format", ""):
-        table.add_column(heading, justify="right" if heading not in ("step", "") else "left")
+    for heading in ("step", "tokens", "keys", "ms (CPU)", "out error", "lse error", "format error", "result"):
+        table.add_column(heading, justify="right" if heading not in ("step", "result") else "left")
     for row in rows:
         table.add_row(
             row.name,
@@ -169,9 +169,9 @@ def main(layout_name: str = "fp8_rope_bf16", save: Path | None = None) -> int:
         )
     console.print(table)
     console.print(
-        f"executor: out against float64 on the same FP8 bytes, bound {EXECUTOR_BOUND:.0e}; lse: the same for the LSE; "
-        f"format: out against float64 on the tokens before quantisation, bound {FP8_BOUND:.0%} (random tokens are the "
-        "hardest case). Each is the worst (token, head) row, relative L2 for out.\n"
+        f"out error: against float64 on the same cache, bound {EXECUTOR_BOUND:.0e}; lse error: the same for the LSE; "
+        f"format error: out against float64 on the tokens before quantisation, bound {FP8_BOUND:.0%} (random tokens "
+        "are the hardest case). Each is the worst (token, head) row, relative L2 for out.\n"
     )
     names = list(PROMPTS)
     report = inspect(pool.values(names, [0] * len(names)).values, layout=layout, request_names=names)

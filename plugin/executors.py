@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.checks import quoted, refuse
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.plugin.step import Step
 
@@ -185,5 +185,5 @@ def _preference() -> list[Executor]:
 def _named(name: str, source: str, allow_auto: bool = False) -> Executor:
     known = {executor.name: executor for executor in executors()}
     if name not in known:
-        refuse(source, f"one of {', '.join([AUTO] * allow_auto + list(known))}", name)
+        refuse(source, f"one of {', '.join([AUTO] * allow_auto + list(known))}", quoted(name))
     return known[name]

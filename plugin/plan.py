@@ -7,17 +7,22 @@ that a captured graph replays with other lengths and tables. It refuses what exc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import INDEX_DTYPES, dtype_name, expect_tensor, refuse
+from pagedmla.hardware.cost import GPUS, attention_cost
+from pagedmla.kv_cache.binding import bind_values
+from pagedmla.kv_cache.checks import INDEX_DTYPES, counted, dtype_name, expect_bool, expect_int, expect_tensor, refuse
+from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout
+from pagedmla.kv_cache.splits import useful_partitions
 from pagedmla.kv_cache.tables import int64_lengths
-from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
-from pagedmla.plugin.cost import GPUS, attention_cost
+from pagedmla.kv_cache.validation import check_ids, live_pages
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 from pagedmla.plugin.executors import AUTO, Capacity, Choice, Configuration, Workspace, choose
-from pagedmla.plugin.step import Step, decode_requests_of
+from pagedmla.plugin.step import FLOATS, Step, check_bounds, check_starts, decode_requests_of, expect_scale
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ class Plan:
 
     def _partitions(self, asked: int | None, requests: int, tokens: int) -> int:
         if asked is not None:
+            asked = useful_partitions(asked, self.max_cache_length, self.page_size)
             self._at_most("partitions", self.most_partitions, asked)
             return asked
         if self.num_partitions is not None:
@@ -97,18 +103,24 @@ class Plan:
         *,
         host_cache_lengths: Tensor | None = None,
         host_query_start_loc: Tensor | None = None,
+        host_lookup_table: Tensor | None = None,
+        host_scales_lookup_table: Tensor | None = None,
     ) -> StepSummary:
         """Check a step once for all its layers, from host copies (or from the tensors, where they lie on the host).
 
-        Checks capacities and the width of both tables against the lengths. Raises ValueError; reads no device value.
+        Checks the layout, capacities, query starts, the `max_*` bounds, the width of both tables against the lengths,
+        and, where the tables' entries are at hand, the ids in use against both pools. Raises ValueError, TypeError and
+        IndexError; reads no device value.
         """
-        values = single_device(values)
-        batch = int(expect_tensor(values.cache_lengths, "cache_lengths", [None], INDEX_DTYPES).shape[0])
+        values, _, cache = bind_values(values, self.layout)
+        self._same("page size", self.page_size, cache.page_size)
+        batch = int(cache.cache_lengths.shape[0])
         lengths = _host_copy(values.cache_lengths, host_cache_lengths, "host_cache_lengths", batch)
         if query_start_loc is None and host_query_start_loc is None:
             starts = torch.arange(batch + 1)
         else:
             starts = _host_copy(query_start_loc, host_query_start_loc, "host_query_start_loc", batch + 1)
+            check_starts(starts, "query_start_loc", int(starts.max()), "the step")
         query_lens = int64_lengths(starts).diff() if starts.dtype in INDEX_DTYPES else starts.diff()
         kv_lens = (int64_lengths(lengths) + query_lens).clamp(min=0)
         self._at_most("requests", self.max_batch, batch)
@@ -116,9 +128,13 @@ class Plan:
         self._at_most("keys", self.max_cache_length, int(kv_lens.max()) if batch else 0)
         columns = int((-(-kv_lens // self.page_size)).max()) if batch else 0
         for name in ("lookup_table", "scales_lookup_table"):
-            table = getattr(values, name)
-            if table is not None and table.shape[1] < columns:
-                refuse(name, f"at least {columns} columns for the longest request", table)
+            table = getattr(cache, name)
+            if table.shape[1] < columns:
+                refuse(name, f"at least {counted(columns, 'column')} for the longest request", table)
+        check_bounds(cache, query_lens, kv_lens)
+        host = _with_host_tables(cache, values, host_lookup_table, host_scales_lookup_table)
+        if host is not None:
+            check_ids(host, live_pages(host, kv_lens))
         longest_query = int(query_lens.max()) if batch else 0
         asked = values.dispatch(longest_query).num_partitions
         decode_requests = decode_requests_of(values, batch, starts)
@@ -196,35 +212,15 @@ def plan(
     num_heads         query heads on this device; page_size: tokens a page
     max_batch         requests a step; max_tokens: query tokens a step; max_cache_length: keys a request, after the step
     dtype, device     of the queries
-    num_partitions    parts that a decode row's keys are cut into; None leaves it to the executor, by a step's shape;
+    sm_scale, causal  of attention, as in `attend`
+    num_partitions    parts that a decode row's keys are cut into, as far as `max_cache_length` keys can be cut; None
+                      leaves it to the executor, by a step's shape;
                       the values' dispatch metadata, where present, overrides it from step to step
     executor          "auto", or one by name
 
-    Raises ValueError for capacities below 1 and for what no executor can run.
+    Raises ValueError for capacities below 1 and for what no executor can run, TypeError for what isn't of its kind.
     """
-    if isinstance(layout, str):
-        layout = get_layout(layout)
-    capacities = {
-        "num_heads": num_heads,
-        "page_size": page_size,
-        "max_batch": max_batch,
-        "max_tokens": max_tokens,
-        "max_cache_length": max_cache_length,
-        "num_partitions": 1 if num_partitions is None else num_partitions,
-    }
-    for name, value in capacities.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            refuse(name, "an int", value, error=TypeError)
-        if value < 1:
-            refuse(name, "at least 1", value)
-    device = torch.device(device)
-    configuration = Configuration("attend", device, layout, num_heads, page_size, dtype)
-    attend_choice, store_choice = (
-        choose(replace(configuration, operation=operation), executor) for operation in ("attend", "store")
-    )
-    capacity = Capacity(max_batch, max_tokens, max_cache_length)
-    most_partitions = num_partitions or attend_choice.executor.partitions(configuration, capacity, 1, 1)
-    return Plan(
+    return _make_plan(
         layout=layout,
         num_heads=num_heads,
         page_size=page_size,
@@ -236,11 +232,107 @@ def plan(
         sm_scale=sm_scale,
         causal=causal,
         num_partitions=num_partitions,
+        executor=executor,
+    )
+
+
+def outline(**configuration: Any) -> Plan:
+    """What `plan` makes of the same arguments, without its memory: to be explained, here or for a device that isn't."""
+    return _make_plan(**configuration, workspace_device=torch.device("meta"))
+
+
+def _make_plan(
+    *,
+    layout: CacheLayout | str,
+    num_heads: int,
+    page_size: int,
+    max_batch: int,
+    max_tokens: int,
+    max_cache_length: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    sm_scale: float,
+    causal: bool = True,
+    num_partitions: int | None = None,
+    executor: str = AUTO,
+    workspace_device: torch.device | None = None,
+) -> Plan:
+    if isinstance(layout, str):
+        layout = get_layout(layout)
+    if not isinstance(layout, CacheLayout):
+        refuse("layout", "a CacheLayout or its name", layout, error=TypeError)
+    if dtype not in FLOATS:
+        refuse("dtype", " or ".join(map(dtype_name, FLOATS)), str(dtype))
+    sm_scale, causal = expect_scale(sm_scale), expect_bool(causal, "causal")
+    capacities = {
+        "num_heads": num_heads,
+        "page_size": page_size,
+        "max_batch": max_batch,
+        "max_tokens": max_tokens,
+        "max_cache_length": max_cache_length,
+        "num_partitions": 1 if num_partitions is None else num_partitions,
+    }
+    for name, value in capacities.items():
+        if expect_int(value, name) < 1:
+            refuse(name, "at least 1", value)
+    device = torch.device(device)
+    configuration = Configuration("attend", device, layout, num_heads, page_size, dtype)
+    attend_choice, store_choice = (
+        choose(replace(configuration, operation=operation), executor) for operation in ("attend", "store")
+    )
+    capacity = Capacity(max_batch, max_tokens, max_cache_length)
+    if num_partitions is not None:
+        num_partitions = useful_partitions(num_partitions, max_cache_length, page_size)
+    most_partitions = num_partitions or attend_choice.executor.partitions(configuration, capacity, 1, 1)
+    workspace_on = replace(configuration, device=workspace_device or device)
+    workspace = attend_choice.executor.workspace(workspace_on, capacity, most_partitions)
+    return Plan(
+        layout=layout,
+        num_heads=num_heads,
+        page_size=page_size,
+        max_batch=max_batch,
+        max_tokens=max_tokens,
+        max_cache_length=max_cache_length,
+        dtype=dtype,
+        # torch.device("cuda") is the current one; the tensors of a step name theirs by number
+        device=device if workspace_device is not None else workspace.partial_lse.device,
+        sm_scale=sm_scale,
+        causal=causal,
+        num_partitions=num_partitions,
         most_partitions=most_partitions,
         attend_choice=attend_choice,
         store_choice=store_choice,
-        workspace=attend_choice.executor.workspace(configuration, capacity, most_partitions),
+        workspace=workspace,
     )
+
+
+def _with_host_tables(
+    cache: PagedKVCacheCollection, values: KVCacheInputsPerDevice, copy: Tensor | None, scales_copy: Tensor | None
+) -> PagedKVCacheCollection | None:
+    """The cache with tables that can be read: the copies, or its own on the host. None where there is neither.
+
+    Without a readable table of scales it has no scale pool.
+    """
+    if values.scales_lookup_table is None and scales_copy is not None:
+        refuse("host_scales_lookup_table", "None, since there is no scales_lookup_table", scales_copy)
+    table = _host_table(cache.lookup_table, copy, "host_lookup_table")
+    scales_table = table
+    if values.scales_lookup_table is not None:
+        scales_table = _host_table(cache.scales_lookup_table, scales_copy, "host_scales_lookup_table")
+    if table is None:
+        return None
+    if scales_table is None:
+        return replace(cache, lookup_table=table, scales_lookup_table=table, scale_pool=None)
+    return replace(cache, lookup_table=table, scales_lookup_table=scales_table)
+
+
+def _host_table(table: Tensor, copy: Tensor | None, name: str) -> Tensor | None:
+    if copy is None:
+        return table if table.device.type == "cpu" else None
+    expect_tensor(copy, name, list(table.shape), (table.dtype,))
+    if copy.device.type != "cpu":
+        refuse(name, "a tensor on the host", f"one on {copy.device}")
+    return copy
 
 
 def _host_copy(tensor: Tensor | None, copy: Tensor | None, name: str, size: int) -> Tensor:

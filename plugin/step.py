@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import INDEX_DTYPES, checks_enabled, expect_same_device, expect_tensor, host_int, refuse
+from pagedmla.kv_cache.binding import bind_values
+from pagedmla.kv_cache.checks import (
+    INDEX_DTYPES,
+    checks_enabled,
+    describe,
+    expect_int,
+    expect_same_device,
+    expect_tensor,
+    host_int,
+    quoted,
+    refuse,
+)
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
-from pagedmla.kv_cache.layouts import CacheLayout, resolve_layout
+from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.tables import int32_view, int64_lengths
-from pagedmla.kv_cache.validation import LivePages, check_ids, check_live_values, check_table_width, live_pages
-from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
+from pagedmla.kv_cache.validation import (
+    LivePages,
+    check_ids,
+    check_lengths,
+    check_live_values,
+    check_one_scale,
+    check_table_width,
+    live_pages,
+)
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 START_DTYPES = (*INDEX_DTYPES, torch.int64)
 
 
@@ -71,18 +93,21 @@ class Step:
         live = live_pages(self.cache, kv_lens)
         check_ids(self.cache, live)
         if checks_enabled(check):
+            check_lengths(self.cache, self.query_lens())
             self._check_bounds(kv_lens)
             check_live_values(self.cache, self.layout, self.layer, live)
 
     def check_writes(self, check: bool | None) -> None:
-        """Checks before a store through the tables: width on the host, ids too on request."""
+        """Checks before a store through the tables: width on the host, ids and a scale that it reads too on request."""
         if not (self.on_host or checks_enabled(check)):
             return
         kv_lens = self.kv_lens()
         check_table_width(self.cache, kv_lens)
         if checks_enabled(check):
+            check_lengths(self.cache, self.query_lens())
             self._check_bounds(kv_lens)
             check_ids(self.cache, live_pages(self.cache, kv_lens))
+            check_one_scale(self.cache, self.layer)
 
     def check_span(self, starts: Tensor, key_start_loc: Tensor, check: bool | None) -> None:
         """Checks before decompression: the span lies in the cache, table width and ids, on the host or on request."""
@@ -101,13 +126,16 @@ class Step:
         check_ids(self.cache, LivePages(*(each[wanted] for each in live)))
 
     def _check_bounds(self, kv_lens: Tensor) -> None:
-        """max_* are upper bounds: a row above them is a lie that a captured launch would act on."""
-        longest_query = int(self.query_lens().max()) if self.batch else 0
-        longest_kv = int(kv_lens.max()) if self.batch else 0
-        if longest_query > self.cache.max_prompt_length:
-            refuse("max_prompt_length", f"at least {longest_query}, the longest query", self.cache.max_prompt_length)
-        if longest_kv > self.cache.max_cache_length:
-            refuse("max_cache_length", f"at least {longest_kv}, the longest kv_len", self.cache.max_cache_length)
+        check_bounds(self.cache, self.query_lens(), kv_lens)
+
+
+def check_bounds(cache: PagedKVCacheCollection, query_lens: Tensor, kv_lens: Tensor) -> None:
+    """max_* are upper bounds: a row above them is a lie that a captured launch would act on."""
+    longest_query, longest_kv = (int(lengths.max()) if lengths.numel() else 0 for lengths in (query_lens, kv_lens))
+    if longest_query > cache.max_prompt_length:
+        refuse("max_prompt_length", f"at least {longest_query}, the longest query", cache.max_prompt_length)
+    if longest_kv > cache.max_cache_length:
+        refuse("max_cache_length", f"at least {longest_kv}, the longest kv_len", cache.max_cache_length)
 
 
 def decode_requests_of(values: KVCacheInputsPerDevice, batch: int, host_starts: Tensor | None) -> int | None:
@@ -134,16 +162,14 @@ def bind_step(
     query_start_loc: Tensor | None,
     tokens: Tensor,
     tokens_name: str,
+    check: bool | None = None,
 ) -> Step:
     """Check and bind what attend and store share. `tokens [T, ...]` holds the step's tokens.
 
     Rows of `tokens` past query_start_loc[-1] are the padding of a captured graph.
     """
-    values = single_device(values)
-    layout = resolve_layout(layout, values.kv_blocks, values.kv_scales)
-    cache = values.collection(layout.pool_granularity)
-    if isinstance(layer, bool) or not isinstance(layer, int):
-        refuse("layer", "an int", layer, error=TypeError)
+    values, layout, cache = bind_values(values, layout)
+    layer = expect_int(layer, "layer")
     if not 0 <= layer < cache.num_layers:
         raise IndexError(f"layer: {layer} is out of range for a cache of {cache.num_layers} layers")
     expect_same_device(cache.blocks, "kv_blocks", **{tokens_name: tokens})
@@ -161,17 +187,36 @@ def bind_step(
     else:
         expect_tensor(query_start_loc, "query_start_loc", [batch + 1], START_DTYPES)
         expect_same_device(cache.blocks, "kv_blocks", query_start_loc=query_start_loc)
-        check_starts(query_start_loc, "query_start_loc", num_tokens, tokens_name)
+        check_starts(query_start_loc, "query_start_loc", num_tokens, tokens_name, check)
         query_start_loc = int32_view(query_start_loc).to(torch.int32)
     return Step(values, cache, layout, layer, query_start_loc, num_tokens, one_token_each)
 
 
-def check_starts(start_loc: Tensor, name: str, num_tokens: int, tokens_name: str) -> None:
-    """Refuse starts that don't rise from 0 to at most `num_tokens`; a device's aren't read."""
-    if start_loc.device.type != "cpu":
+def check_starts(start_loc: Tensor, name: str, num_tokens: int, tokens_name: str, check: bool | None = False) -> None:
+    """Refuse starts that don't rise from 0 to at most `num_tokens`; a device's are read on request alone."""
+    if start_loc.device.type != "cpu" and not checks_enabled(check):
         return
     starts = start_loc.tolist()
     if not starts or starts[0] != 0 or starts != sorted(starts):
         refuse(name, "0 first, then rising or equal", starts)
     if starts[-1] > num_tokens:
         refuse(name, f"at most {num_tokens}, the tokens of {tokens_name}, at its end", starts[-1])
+
+
+def expect_scale(sm_scale: object) -> float:
+    """`sm_scale` as a finite Python float; a tensor may lie on a device."""
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, Real):
+        refuse("sm_scale", "a number", quoted(sm_scale), error=TypeError)
+    if not math.isfinite(sm_scale):
+        refuse("sm_scale", "a finite number", sm_scale)
+    return float(sm_scale)
+
+
+def check_out(out: Tensor, anchor: Tensor) -> None:
+    """Refuse an `out` that can't be written in place, element by element, on the device of `anchor`."""
+    if out.device != anchor.device:
+        refuse("out", f"a tensor on {anchor.device}", f"one on {out.device}")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
+        refuse("out", "an address for each element", f"strides {out.stride()}", "It is written in place.")
+    if out.requires_grad and torch.is_grad_enabled():
+        refuse("out", "a tensor that doesn't require grad", f"{describe(out)} that does", "Call under torch.no_grad().")

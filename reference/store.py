@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
-from pagedmla.kv_cache.layouts import CacheLayout, is_per_tensor
+from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.paged_tensor import raw_view
 from pagedmla.kv_cache.tables import int64_lengths, row_ids
 
@@ -62,7 +62,7 @@ def store(
             dropped.append(t)
             continue
         sigma = None
-        if scale_pool is not None and scales is not None and is_per_tensor(scale_pool.tensor):
+        if scale_pool is not None and scales is not None and scale_pool.repeated:
             sigma = scales[scale_slot // page_size, scale_slot % page_size]
         scale_dtype = torch.float32 if scales is None else scales.dtype
         made = layout.quantize(latent[t], rope[t], sigma=sigma, power_of_two=power_of_two, scale_dtype=scale_dtype)

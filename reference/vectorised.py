@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
-from pagedmla.kv_cache.layouts import CacheLayout, is_per_tensor
+from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.paged_tensor import PagedTensor, raw_view
-from pagedmla.kv_cache.splits import split_bounds
+from pagedmla.kv_cache.splits import split_bounds, used_partitions
 from pagedmla.kv_cache.tables import ids_at, int64_lengths
 from pagedmla.reference.cache import read_rows
 from pagedmla.reference.merge import merge_states
@@ -52,8 +52,9 @@ def attend(
         kv_len = max(0, cache_length + end - first)
         if first == end or kv_len == 0:
             continue
-        parts = num_partitions if decode_requests is None or b < decode_requests else 1
-        ranges = [split_bounds(kv_len, part, parts, cache.page_size) for part in range(parts)]
+        asked = num_partitions if decode_requests is None or b < decode_requests else 1
+        parts = used_partitions(kv_len, asked, cache.page_size)
+        ranges = [split_bounds(kv_len, part, asked, cache.page_size) for part in range(parts)]
         block = max(1, ROW_CHUNK // heads)
         for t in range(first, end, block):
             rows = slice(t, min(t + block, end))
@@ -191,7 +192,7 @@ def store(
         scales = cache.scale_pool.layer(0, layer).squeeze(2)
         scale_page, scale_slot = scale_slots[keep] // page_size, scale_slots[keep] % page_size
         scale_dtype = scales.dtype
-        if is_per_tensor(cache.scale_pool.tensor):
+        if cache.scale_pool.repeated:
             sigma = raw_view(scales)[scale_page, scale_slot].view(scale_dtype)
     made = layout.quantize(latent[keep], rope[keep], sigma=sigma, power_of_two=power_of_two, scale_dtype=scale_dtype)
     raw_view(cache.value_pool.layer(0, layer).squeeze(2))[page, slot] = raw_view(made.values)

@@ -144,7 +144,7 @@ def test_cutlass_extra_has_no_upper_pin(metadata: Message) -> None:
     lines = [line for line in metadata.get_all("Requires-Dist", []) if line.endswith('extra == "cutlass"')]
     assert sorted(lines) == [
         'cuda-python; extra == "cutlass"',
-        'nvidia-cutlass-dsl>=4.8.0; extra == "cutlass"',
+        'nvidia-cutlass-dsl[cu13]>=4.8.0; extra == "cutlass"',
     ]
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pagedmla.triton_kernels import footprint
-from pagedmla.triton_kernels.targets import TARGETS, Target, find_target
+from pagedmla.hardware import footprint
+from pagedmla.hardware.targets import TARGETS, Target, find_target
 
 _TENSOR_MEMORY_COLUMNS = 512  # of an sm_100 SM; Triton itself looks only at launch
 
@@ -87,10 +87,10 @@ def compile_all(
 
 
 def all_variants() -> list[Variant]:
-    """Every variant that the package launches: attention from `variants`, the other steps from `step_variants`."""
-    from pagedmla.triton_kernels import step_variants, variants
+    """Every variant that the package launches."""
+    from pagedmla.triton_kernels.variants import variants
 
-    return [*variants.variants(), *step_variants.variants()]
+    return list(variants())
 
 
 def compile_variant(variant: Variant, target: str, out_dir: str | Path | None = None) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedmla.hardware.targets import target_of
 from pagedmla.kv_cache.checks import ceildiv, expect_same_device, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import RowPlanes
 from pagedmla.triton_kernels.device.fp8 import e4m3_to_float16
+from pagedmla.triton_kernels.device.requests import find_token_requests
 from pagedmla.triton_kernels.device.sigma import unpack_sigma
-from pagedmla.triton_kernels.device.token_requests import find_token_requests
 from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import (
     ROPE,
@@ -33,7 +34,6 @@ from pagedmla.triton_kernels.planes import (
     group_blocks,
     scale_geometry,
 )
-from pagedmla.triton_kernels.targets import target_of
 
 TOKENS = 16
 
@@ -63,8 +63,13 @@ def decompress(
     if workspace.stride(1) != 1:
         refuse("workspace", "adjacent columns (stride(1) 1)", workspace.stride())
     expect_same_device(
-        workspace, "workspace", pool=planes.latent, lookup_table=lookup_table, scales_lookup_table=scales_lookup_table,
-        chunk_start=start, key_start_loc=start_loc,
+        workspace,
+        "workspace",
+        pool=planes.latent,
+        lookup_table=lookup_table,
+        scales_lookup_table=scales_lookup_table,
+        chunk_start=start,
+        key_start_loc=start_loc,
     )
     keys = workspace.shape[0]
     if requests == 0 or keys == 0:
@@ -166,15 +171,43 @@ def decompress_kernel(
         if GROUPS <= 8:
             for group in tl.static_range(GROUPS):  # a number known to the compiler: parts that a group lacks vanish
                 _decode_group(
-                    latent_row, rope_row, out_row, scales_row, group, known, real, LATENT, ROPE, FP8_ROPE, GROUP,
-                    ROPE_SCALED, E8M0, LATENT_BLOCK, ROPE_BLOCK, NATIVE_E4M3,
+                    latent_row,
+                    rope_row,
+                    out_row,
+                    scales_row,
+                    group,
+                    known,
+                    real,
+                    LATENT,
+                    ROPE,
+                    FP8_ROPE,
+                    GROUP,
+                    ROPE_SCALED,
+                    E8M0,
+                    LATENT_BLOCK,
+                    ROPE_BLOCK,
+                    NATIVE_E4M3,
                 )
                 scales_row += stride_scales_group
         else:
             for group in range(GROUPS):
                 _decode_group(
-                    latent_row, rope_row, out_row, scales_row, group, known, real, LATENT, ROPE, FP8_ROPE, GROUP,
-                    ROPE_SCALED, E8M0, LATENT_BLOCK, ROPE_BLOCK, NATIVE_E4M3,
+                    latent_row,
+                    rope_row,
+                    out_row,
+                    scales_row,
+                    group,
+                    known,
+                    real,
+                    LATENT,
+                    ROPE,
+                    FP8_ROPE,
+                    GROUP,
+                    ROPE_SCALED,
+                    E8M0,
+                    LATENT_BLOCK,
+                    ROPE_BLOCK,
+                    NATIVE_E4M3,
                 )
                 scales_row += stride_scales_group
         if not ROPE_SCALED:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedmla.hardware.targets import target_of
 from pagedmla.kv_cache.checks import expect_same_device, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import RowPlanes
 from pagedmla.triton_kernels.device.attention import attend_rows
@@ -30,7 +31,6 @@ from pagedmla.triton_kernels.device.requests import find_request, first_tile
 from pagedmla.triton_kernels.device.uniform import make_uniform
 from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import ROPE, as_bytes, as_int32, check_planes, check_table, constants
-from pagedmla.triton_kernels.targets import target_of
 from pagedmla.triton_kernels.tiles import QUERY_DTYPES, choose_tile
 
 _MAX_HEADS = 128

@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedmla.hardware.targets import Target, target_of
 from pagedmla.kv_cache.checks import expect_same_device, expect_tensor, refuse
 from pagedmla.triton_kernels.device.requests import find_request, first_tile
 from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import WIDE_DTYPES, as_int32
-from pagedmla.triton_kernels.targets import Target, target_of
 
 _MAX_COLUMNS = 256
 

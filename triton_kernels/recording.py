@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedmla.hardware.targets import Target, assumed_target
 from pagedmla.triton_kernels import launch as launching
-from pagedmla.triton_kernels.targets import Target, assumed_target
 
 _POINTERS = {
     torch.bfloat16: "*bf16",

@@ -20,12 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagedmla.hardware.targets import target_of
 from pagedmla.kv_cache.checks import ceildiv, expect_same_device, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import RowPlanes
-from pagedmla.triton_kernels.device.encode import encode_e4m3
+from pagedmla.kv_cache.quantise import sigma_limits
+from pagedmla.triton_kernels.device.fp8 import encode_e4m3
+from pagedmla.triton_kernels.device.requests import find_token_requests
 from pagedmla.triton_kernels.device.saturate import saturate
 from pagedmla.triton_kernels.device.sigma import measure_sigma, pack_sigma, unpack_sigma
-from pagedmla.triton_kernels.device.token_requests import find_token_requests
 from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import (
     ROPE,
@@ -39,14 +41,8 @@ from pagedmla.triton_kernels.planes import (
     is_repeated,
     scale_geometry,
 )
-from pagedmla.triton_kernels.targets import target_of
 
 TOKENS = 16
-_SIGMA_LIMITS = {  # see pagedmla.kv_cache.quantise
-    torch.float32: (2.0**-100, 2.0**119),
-    torch.float16: (2.0**-24, 146.125),
-    torch.float8_e8m0fnu: (2.0**-100, 2.0**119),
-}
 
 
 def store(
@@ -73,14 +69,29 @@ def store(
         scales_lookup_table = lookup_table
     check_table(scales_lookup_table, "scales_lookup_table", requests, lookup_table.shape[1])
     expect_same_device(
-        latent, "latent", lookup_table=lookup_table, scales_lookup_table=scales_lookup_table, cache_lengths=lengths,
+        latent,
+        "latent",
+        lookup_table=lookup_table,
+        scales_lookup_table=scales_lookup_table,
+        cache_lengths=lengths,
         query_start_loc=start_loc,
     )
     if requests == 0:
         return
     _launch(
-        latent, rope, planes, power_of_two, False, lookup_table, scales_lookup_table, lengths, start_loc, requests,
-        lookup_table.shape[1], lookup_table.stride(0), scales_lookup_table.stride(0),
+        latent,
+        rope,
+        planes,
+        power_of_two,
+        False,
+        lookup_table,
+        scales_lookup_table,
+        lengths,
+        start_loc,
+        requests,
+        lookup_table.shape[1],
+        lookup_table.stride(0),
+        scales_lookup_table.stride(0),
     )
 
 
@@ -104,8 +115,19 @@ def store_slots(
     expect_tensor(scales_slot_mapping, "scales_slot_mapping", [tokens], [torch.int64])
     expect_same_device(latent, "latent", slot_mapping=slot_mapping, scales_slot_mapping=scales_slot_mapping)
     _launch(
-        latent, rope, planes, power_of_two, True, slot_mapping, scales_slot_mapping, None, None, 0, 0,
-        slot_mapping.stride(0), scales_slot_mapping.stride(0),
+        latent,
+        rope,
+        planes,
+        power_of_two,
+        True,
+        slot_mapping,
+        scales_slot_mapping,
+        None,
+        None,
+        0,
+        0,
+        slot_mapping.stride(0),
+        scales_slot_mapping.stride(0),
     )
 
 
@@ -151,10 +173,11 @@ def _launch(latent: Tensor, rope: Tensor, planes: RowPlanes, power_of_two: bool,
 def _constants(planes: RowPlanes, power_of_two: bool) -> dict[str, Any]:
     known = {**constants(planes), **group_blocks(planes)}
     scale_dtype = torch.float32 if planes.scales is None else planes.scales.dtype
-    floor, ceiling = _SIGMA_LIMITS[scale_dtype]
+    power_of_two = power_of_two or known["E8M0"]
+    floor, ceiling = sigma_limits(scale_dtype, power_of_two=power_of_two)
     known |= {
         "FIXED_SIGMA": planes.scales is not None and is_repeated(planes.scales),
-        "POWER_OF_TWO": power_of_two or known["E8M0"],
+        "POWER_OF_TWO": power_of_two,
         "FLOOR": floor,
         "CEILING": ceiling,
         "ROUNDS_E4M3": target_of(planes.latent.device).rounds_e4m3,
@@ -215,8 +238,17 @@ def store_kernel(
         scale_page, scale_slot = _find_slots(scale_address, stride_scale_address, token, tokens, scale_pages, page_size)
     else:
         page, slot, scale_page = _find_pages(
-            value_address, scale_address, cache_lengths, query_start_loc, token, tokens, requests, page_size,
-            table_width, stride_value_address, stride_scale_address,
+            value_address,
+            scale_address,
+            cache_lengths,
+            query_start_loc,
+            token,
+            tokens,
+            requests,
+            page_size,
+            table_width,
+            stride_value_address,
+            stride_scale_address,
         )
         scale_slot = slot
     kept = (page >= 0) & (page < pages) & (scale_page >= 0) & (scale_page < scale_pages)  # [TOKENS]

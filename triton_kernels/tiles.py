@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from pagedmla.hardware.targets import Target
 from pagedmla.kv_cache.checks import dtype_name, refuse
-from pagedmla.triton_kernels.targets import Target
 
 ROWS = (16, 32, 64)
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -89,7 +89,7 @@ def _float32_tile(dequantise: bool, target: Target) -> Tile:
     """The way out for what no 16-bit MMA holds exactly: right, and slow."""
     return Tile(
         ROWS=16,
-        TILE=16,
+        TILE=32,
         CHUNK=64,
         ROPE_CHUNK=64,
         LATENT_MMA="float32",

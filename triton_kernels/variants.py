@@ -1,21 +1,23 @@
-"""Every variant of the attention kernels that the dispatcher may choose.
+"""Every variant of every kernel that the package launches: attention, and store, decompress, prefill and merge.
 
 What stands here is which calls are foreseen; what such a call compiles is recorded from the host functions
-(recording.py), so that what is built ahead of time is what runs.
+(recording.py), so that what is built ahead of time is what runs. Shapes stand for those of a served DeepSeek model;
+what matters for the build is which of them are 1, a multiple of 16, or beyond 32 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagedmla.hardware.targets import TARGETS, Target
 from pagedmla.kv_cache.layouts import CacheLayout, RowPlanes, get_layout
 from pagedmla.kv_cache.paged_tensor import PagedTensor
 from pagedmla.triton_kernels.recording import record, specialise
-from pagedmla.triton_kernels.step_variants import StepVariant as Variant
-from pagedmla.triton_kernels.targets import TARGETS, Target
 
 LAYOUTS = (
     ("bf16", None),
@@ -29,32 +31,89 @@ LAYOUTS = (
     ("fp8_rope_bf16_prescaled", None),
     ("fp8_ds_mla", None),
 )
-HEADS = (16, 128)  # the smallest tile of rows and the largest
-PAGE_SIZES = (64, 16)  # a multiple of the tile of keys, and not
+SERVED = (("fp8_flat", None), ("fp8_rope_bf16", None), ("fp8_ds_mla", None))  # what engines keep in FP8
+# One layout for each kind of arithmetic. The others differ from these in types of a width or in constants.
+KINDS = (("bf16", None), ("fp32", None), ("fp8_flat", 40), *SERVED)
+BUDGETED = "sm_90"  # the target with every layout, every tile of rows, small pages and mixed
+HEADS = (16, 32, 128)  # one for each tile of rows
+PAGE_SIZE = 64  # a multiple of every tile of keys
+SMALL_PAGE = 16  # a tile of keys takes several
+HEAD_WIDTHS = ((192, 128), (128, 128), (64, 64))  # of keys and values, once decompressed
 _REQUESTS, _COLUMNS, _SPLITS = 64, 512, 8
+_TOKENS, _HEADS = 4096, 128
 _PAGES, _LAYERS = 1024, 61
 
 
-def variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
-    """Decode and mixed for every layout, tile of rows and kind of page, for each target, writing split states.
+@dataclass(frozen=True)
+class Variant:
+    """See pagedmla.triton_kernels.compile.Variant."""
 
-    An undivided call differs only in the type of `out`, another slot stride or granularity in constants: Triton
-    builds those when they are first used.
+    kernel: str
+    layout: str
+    rows: int
+    function: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible_by_16: tuple[str, ...]
+    tokens_per_iteration: int | None
+    bytes_per_token: float | None
+    num_warps: int
+    num_stages: int
+    targets: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
+    """All of them, for each target: constants and tiles depend on it."""
+    names = tuple(targets)
+    return [*attention_variants(names), *step_variants(names)]
+
+
+def attention_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
+    """Decode for every kind of layout and the least and largest tile of rows, for each target, writing split states.
+
+    On BUDGETED also the other layouts and tiles, mixed, which has decode's loop behind another prologue, and small
+    pages, which change addresses alone. An undivided call differs in the type of `out`, another slot stride or
+    granularity in constants: Triton builds those when they are first used.
     """
     found: list[Variant] = []
     for name in targets:
-        for layout_name, granularity in LAYOUTS:
-            layout = get_layout(layout_name, granularity=granularity)
-            for page_size in PAGE_SIZES:
-                for heads in HEADS:
-                    found += _attention(layout, page_size, heads, TARGETS[name])
+        target = TARGETS[name]
+        if name != BUDGETED:
+            for layout in KINDS:
+                found += [_attention("decode", layout, PAGE_SIZE, heads, target) for heads in (HEADS[0], HEADS[-1])]
+            continue
+        for heads in HEADS:
+            found += [_attention("decode", layout, PAGE_SIZE, heads, target) for layout in LAYOUTS]
+            found += [_attention("mixed", layout, PAGE_SIZE, heads, target) for layout in SERVED]
+            found += [_attention("decode", layout, SMALL_PAGE, heads, target) for layout in SERVED]
+    return _distinct(found)
+
+
+def step_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
+    """Store, decompress, prefill and merge, for each target."""
+    found: list[Variant] = []
+    for name in targets:
+        target = TARGETS[name]
+        for layout_name, granularity in LAYOUTS if name == BUDGETED else KINDS:
+            found += _cache_steps(get_layout(layout_name, granularity=granularity), target)
+        for key_columns, value_columns in HEAD_WIDTHS:
+            for causal in (True, False):
+                found.append(_prefill(key_columns, value_columns, causal, target))
+        found.append(_merge(target))
     return found
 
 
-def _attention(layout: CacheLayout, page_size: int, heads: int, target: Target) -> Iterator[Variant]:
+def _distinct(found: list[Variant]) -> list[Variant]:
+    """Without repetitions: where a layout has one tile of rows, calls share a variant."""
+    return [variant for index, variant in enumerate(found) if variant not in found[:index]]
+
+
+def _attention(kernel: str, layout_of: tuple[str, int | None], page_size: int, heads: int, target: Target) -> Variant:
     from pagedmla.triton_kernels.decode import attend_decode
     from pagedmla.triton_kernels.mixed import attend_mixed
 
+    layout = get_layout(layout_of[0], granularity=layout_of[1])
     planes = _planes(layout, page_size)
     dtype = torch.float32 if layout.name == "fp32" else torch.float16 if layout.name == "fp16" else torch.bfloat16
     q = _meta(_REQUESTS, heads, layout.width, dtype=dtype)
@@ -70,26 +129,88 @@ def _attention(layout: CacheLayout, page_size: int, heads: int, target: Target) 
     def mixed() -> None:
         attend_mixed(q, planes, table, lengths, starts, out, lse, sm_scale=layout.width**-0.5, max_query_len=1)
 
-    for kernel, call in (("decode", decode), ("mixed", mixed)):
-        yield _record(kernel, call, layout, target)
+    call = decode if kernel == "decode" else mixed
+    return _variant(call, kernel, target, layout.name, bytes_per_token=float(layout.bytes_per_token))
 
 
-def _record(kernel: str, call: Callable[[], None], layout: CacheLayout, target: Target) -> Variant:
+def _cache_steps(layout: CacheLayout, target: Target) -> Iterator[Variant]:
+    from pagedmla.triton_kernels.decompress import decompress
+    from pagedmla.triton_kernels.store import store, store_slots
+
+    planes = _planes(layout, PAGE_SIZE)
+    latent, rope, workspace = (
+        _meta(_TOKENS, columns, dtype=torch.bfloat16) for columns in (layout.latent, layout.rope, layout.width)
+    )
+    table, lengths, starts = (
+        _meta(*shape, dtype=torch.int32) for shape in ((_REQUESTS, _COLUMNS), (_REQUESTS,), (_REQUESTS + 1,))
+    )
+    scale_table = None if planes.scales_in_value_pages else table
+    slots = _meta(_TOKENS, dtype=torch.int64)
+    for kernel, call in (
+        ("store", lambda: store(latent, rope, planes, table, lengths, starts, scale_table)),
+        ("store", lambda: store_slots(latent, rope, planes, slots)),
+        ("decompress", lambda: decompress(planes, table, lengths, starts, workspace, scale_table)),
+    ):
+        cost = layout.bytes_per_token + 2.0 * layout.width
+        yield _variant(call, kernel, target, layout.name, rows="TOKENS", tokens="TOKENS", bytes_per_token=cost)
+
+
+def _prefill(key_columns: int, value_columns: int, causal: bool, target: Target) -> Variant:
+    from pagedmla.triton_kernels.prefill import prefill
+
+    q, k, v, out = (
+        _meta(_TOKENS, _HEADS, columns, dtype=torch.bfloat16)
+        for columns in (key_columns, key_columns, value_columns, value_columns)
+    )
+    starts, lse = _meta(_REQUESTS + 1, dtype=torch.int32), _meta(_TOKENS, _HEADS, dtype=torch.float32)
+    return _variant(
+        lambda: prefill(q, k, v, starts, starts, out, lse, sm_scale=key_columns**-0.5, causal=causal),
+        "prefill",
+        target,
+        "bf16",
+        rows="BLOCK_M",
+        tokens="BLOCK_N",
+        bytes_per_token=2.0 * (key_columns + value_columns),
+    )
+
+
+def _merge(target: Target) -> Variant:
+    from pagedmla.triton_kernels.merge import merge
+
+    columns = get_layout("bf16").latent
+    partial = _meta(_SPLITS, _TOKENS, _HEADS, columns, dtype=torch.float32)
+    partial_lse = _meta(_SPLITS, _TOKENS, _HEADS, dtype=torch.float32)
+    out, lse = _meta(_TOKENS, _HEADS, columns, dtype=torch.bfloat16), _meta(_TOKENS, _HEADS, dtype=torch.float32)
+    return _variant(lambda: merge(partial, partial_lse, out, lse), "merge", target, "", rows=None, tokens=None)
+
+
+def _variant(
+    call: Callable[[], None],
+    kernel: str,
+    target: Target,
+    layout: str,
+    *,
+    rows: str | None = "ROWS",
+    tokens: str | None = "TILE",
+    bytes_per_token: float | None = None,
+) -> Variant:
+    """What `call` launches. `rows` and `tokens` name the constants that say what a program covers; None: one row, and
+    no walk over tokens."""
     (launched,) = record(call, target)
     types = specialise(launched)
     options = dict(types.options)
     return Variant(
         kernel=kernel,
-        layout=layout.name,
-        rows=types.constants["ROWS"],
+        layout=layout,
+        rows=1 if rows is None else types.constants[rows],
         function=f"{launched.kernel.fn.__module__}:{launched.kernel.fn.__name__}",
         signature=types.signature,
         constants=types.constants,
         divisible_by_16=types.divisible_by_16,
-        tokens_per_iteration=types.constants["TILE"],
-        bytes_per_token=float(layout.bytes_per_token),
+        tokens_per_iteration=None if tokens is None else types.constants[tokens],
+        bytes_per_token=bytes_per_token,
         num_warps=options.pop("num_warps"),
-        num_stages=options.pop("num_stages"),
+        num_stages=options.pop("num_stages", 2),
         targets=(target.name,),
         options=options,
     )

@@ -1,13 +1,9 @@
-"""Calls of the attention kernels on steps of cases/steps.py, between sentinels, and the bounds they are judged by.
-
-The bounds, in one place. Scales and e4m3 codes are exact in float16, so an lse owes only float32 sums: 1e-5 + 1e-6
-|lse|. An output row owes the rounding of its weights to the MMA's type, 2^-12 for float16 and 2^-9 for bfloat16, and
-its own: 4e-3 of its L2 norm. Which rows are empty must match exactly, with out 0 and lse -inf.
-"""
+"""Calls of the attention kernels on steps of cases/steps.py, between sentinels."""
 
 from __future__ import annotations
 
 import torch
+from cases.bounds import OUT_RELATIVE, assert_kernel_agrees
 from cases.steps import Step
 from torch import Tensor
 
@@ -70,14 +66,6 @@ def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.where(empty[..., None], 0.0, out.double()) * weight[..., None]).sum(0), total
 
 
-def assert_agrees(step: Step, got: tuple[Tensor, Tensor], out_bound: float = 4e-3) -> None:
+def assert_agrees(step: Step, got: tuple[Tensor, Tensor], out_bound: float = OUT_RELATIVE) -> None:
     """Against one dense float64 softmax a request, on the values as the cache holds them."""
-    out, lse = (each.double() for each in got)
-    want_out, want_lse = step.dense_attention()
-    empty = want_lse == -INF
-    assert torch.equal(lse == -INF, empty)
-    assert bool((out[empty] == 0).all())
-    assert bool(out.isfinite().all())
-    assert bool(((lse - want_lse)[~empty].abs() <= 1e-5 + 1e-6 * want_lse[~empty].abs()).all())
-    error = (out - want_out)[~empty].norm(dim=-1) / want_out[~empty].norm(dim=-1)
-    assert bool((error <= out_bound).all()), float(error.max())
+    assert_kernel_agrees(got, step.dense_attention(), out_bound)

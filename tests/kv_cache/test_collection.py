@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from cases.steps import as_table
@@ -232,3 +233,25 @@ def test_host_integers_stay_on_the_host() -> None:
         match=r"page_stride: expected an int or a tensor on the host; got one on cuda:0\. Keep this field on the CPU\.",
     ):
         host_int(on_device, "page_stride")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
+def test_pools_hold_real_numbers(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="blocks: expected real numbers; got"):
+        pagedmla.generic_get_paged_cache(torch.zeros(3, 1, 2, 4, 1, 8, dtype=dtype), LENGTHS, TABLE, 1, 1)
+
+
+def test_layers_are_integers() -> None:
+    """get_key_cache(0.5) made a cache, and its loads failed inside torch."""
+    cache = pagedmla.generic_get_paged_cache(torch.zeros(3, 1, 2, 4, 1, 8), LENGTHS, TABLE, 1, 1)
+    with pytest.raises(TypeError, match=r"layer: expected an int; got 0\.5"):
+        cache.get_key_cache(0.5)  # type: ignore[arg-type]
+    assert cache.get_key_cache(numpy.int64(1)).layer == 1
+
+
+def test_a_value_of_another_length() -> None:
+    cache = pagedmla.generic_get_paged_cache(torch.zeros(3, 1, 2, 4, 1, 8), LENGTHS, TABLE, 1, 1).get_key_cache(0)
+    with pytest.raises(
+        ValueError, match=r"value: expected a number, or numbers for the \[4\] elements of the index; got"
+    ):
+        cache.store(0, 0, 0, torch.arange(4), torch.ones(3))

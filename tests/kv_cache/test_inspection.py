@@ -580,3 +580,20 @@ def test_a_per_tensor_view_made_elsewhere() -> None:
     values = replace(cache.values, kv_scales=per_tensor_scale(torch.tensor([0.01]), cache.pool.blocks))
     assert isinstance(values, KVCacheInputsPerDevice)
     assert inspect(values, layout="fp8_flat").layers == cache.inspect().layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"before": 3}, "before: expected a CacheReport; got int"),
+        ({"layers": 0}, "layers: expected a list of ints; got 0"),
+        ({"layers": [0.0]}, r"layers: expected an int; got 0\.0"),
+        ({"kv_lens": "abc"}, "kv_lens: expected a list of ints or a tensor; got 'abc'"),
+        ({"kv_lens": [1.5, 1, 1]}, r"kv_lens: expected an int; got 1\.5"),
+        ({"kv_lens": torch.ones(3)}, r"kv_lens: expected integers; got \[3\] float32"),
+    ],
+)
+def test_arguments_that_are_not_of_their_kind(changes: dict[str, object], message: str) -> None:
+    """They ended in errors of torch or of Python that named no argument."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        Cache().inspect(**changes)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pagedmla import CacheLayout, QuantizedRows, convert_rows, get_layout, per_tensor_scale
 from pagedmla.kv_cache.layouts import LAYOUTS as BY_NAME
-from pagedmla.kv_cache.layouts import is_per_tensor, resolve_layout
+from pagedmla.kv_cache.layouts import resolve_layout
 from pagedmla.kv_cache.paged_tensor import PagedTensor, raw_view
 
 E4M3 = torch.float8_e4m3fn
@@ -374,13 +374,9 @@ def test_a_scale_for_the_whole_pool_or_a_layer() -> None:
     assert bool((one == 0.5).all())
     a_layer = per_tensor_scale(torch.tensor([1.0, 2.0, 3.0]), blocks)
     assert [a_layer[1, 0, layer, 3, 0, 0].item() for layer in range(3)] == [1.0, 2.0, 3.0]
-    assert is_per_tensor(one)
-    assert is_per_tensor(a_layer)
-    assert not is_per_tensor(torch.ones(2, 1, 3, 4, 1, 1))
-    assert not is_per_tensor(torch.ones(2, 1, 3, 1, 1, 1))
-    assert not is_per_tensor(torch.ones(1, 1, 3, 1, 1, 1))
-    assert not is_per_tensor(torch.ones(1, 1, 1, 4, 1, 1).expand(2, 1, 3, 4, 1, 1))  # a scale a slot
-    assert is_per_tensor(torch.ones(1).as_strided((1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 0, 0)))
+    repeated = [one, a_layer, torch.ones(1).as_strided((1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 0, 0))]
+    own = [torch.ones(2, 1, 3, 4, 1, 1), torch.ones(2, 1, 3, 1, 1, 1), torch.ones(1, 1, 3, 1, 1, 1)]
+    assert [PagedTensor.bind(scales, "kv_scales").repeated for scales in repeated + own] == [True] * 3 + [False] * 3
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -394,7 +390,7 @@ def inline(blocks: Tensor, start: int) -> Tensor:
 
 REFUSALS = [
     (lambda: get_layout("fp8"), r"layout: expected one of bf16, fp16, fp32, fp8_flat, fp8_rope_bf16, "
-     r"fp8_rope_bf16_prescaled, fp8_ds_mla; got fp8\."),
+     r"fp8_rope_bf16_prescaled, fp8_ds_mla; got 'fp8'\."),
     (lambda: get_layout("bf16", granularity=64),
      r"granularity: expected None for layout bf16; only fp8_flat has one; got 64\."),
     (lambda: get_layout("fp8_flat", granularity=0), r"granularity: expected at least 1 column; got 0\."),
@@ -463,7 +459,8 @@ def test_a_layout_is_an_object_or_a_name() -> None:
     [
         (1, (1920 * 4, 1920 * 4, 2560, 640, 640, 1), "first byte"),
         (0, (1920 * 4 + 1, 1920 * 4, 2560, 640, 640, 1), "page stride"),
-        (0, (1920 * 4, 1920 * 4, 2560, 641, 640, 1), "slot stride"),
+        (0, (7728, 7728, 2576, 641, 640, 1), "slot stride"),
+        (0, (7728, 7728, 2567, 640, 640, 1), "layer stride"),
     ],
 )
 def test_wide_numbers_in_byte_rows_need_alignment(shift: int, strides: tuple[int, ...], what: str) -> None:
@@ -475,3 +472,69 @@ def test_wide_numbers_in_byte_rows_need_alignment(shift: int, strides: tuple[int
         match=rf"kv_blocks: expected a {what} that is a multiple of 2 bytes for layout fp8_rope_bf16; got \d+",
     ):
         layout.planes(PagedTensor.bind(blocks, "blocks"), PagedTensor.bind(SCALES, "scales"), 0)
+
+
+def test_a_store_wants_alignment_too() -> None:
+    """store took rows that attend and inspect refused: only the kernels' view looked at strides."""
+    blocks = (
+        torch.zeros(40000, dtype=torch.uint8).view(E4M3).as_strided((2, 1, 3, 4, 1, 640), (7728, 1, 2576, 641, 1, 1))
+    )
+    with pytest.raises(ValueError, match="kv_blocks: expected a slot stride that is a multiple of 2 bytes"):
+        LAYOUTS["fp8_rope_bf16"].check_pool(blocks, SCALES)
+
+
+MISFITS = {
+    "sigma": (lambda layout: layout.quantize(torch.ones(3, 512), torch.ones(3, 64), sigma=torch.ones(3)),
+              r"sigma: expected \[3, 1\] .*; got \[3\] float32"),
+    "latent": (lambda layout: layout.quantize(torch.ones(3, 100), torch.ones(3, 64)),
+               r"latent: expected \[3, 512\]; got \[3, 100\] float32"),
+    "rope": (lambda layout: layout.quantize(torch.ones(3, 512), torch.ones(64)),
+             r"rope: expected \[3, 64\]; got \[64\] float32"),
+    "values": (lambda layout: layout.dequantize(torch.zeros(3, 100, dtype=torch.uint8), torch.ones(3, 1)),
+               r"values: expected \[3, \d+\] .*; got \[3, 100\] uint8"),
+    "scales": (lambda layout: layout.dequantize(torch.zeros(3, layout.row_elements, dtype=torch.uint8), torch.ones(3)),
+               r"scales: expected \[3, 1\] .*; got \[3\] float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("name", ["fp8_flat", "fp8_rope_bf16", "fp8_rope_bf16_prescaled"])
+def test_arguments_of_quantize_fit_each_other(name: str, misfit: str) -> None:
+    """sigma [3] for three tokens gave all of them the first one's: its last dimension was taken for groups."""
+    call, message = MISFITS[misfit]
+    with pytest.raises(ValueError, match=message):
+        call(LAYOUTS[name])
+
+
+def test_scales_that_a_layout_keeps_elsewhere() -> None:
+    for name in ("bf16", "fp8_ds_mla"):
+        layout = LAYOUTS[name]
+        rows = torch.zeros(2, layout.row_elements, dtype=layout.value_dtypes[0])
+        with pytest.raises(ValueError, match=f"scales: expected None, since layout {name} has none beside its rows"):
+            layout.dequantize(rows, torch.ones(2, 1))
+
+
+def test_one_layout_has_one_form() -> None:
+    """A granularity of the whole row meant the same as None and compared unequal; 2.5 was taken."""
+    assert get_layout("fp8_flat", granularity=576) == get_layout("fp8_flat", granularity=9999) == get_layout("fp8_flat")
+    for arguments, message in (
+        ({"granularity": 2.5}, r"granularity: expected an int; got 2\.5"),
+        ({"latent": 512.0}, r"latent: expected an int; got 512\.0"),
+        ({"rope": True}, "rope: expected an int; got True"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            get_layout("fp8_flat", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf"), 1e-45, 1e-38])
+def test_a_scale_for_the_whole_pool_can_be_divided_by(sigma: float) -> None:
+    """Any number was taken for a tensor's scale: 0 made every code NaN or 448."""
+    with pytest.raises(ValueError, match=r"sigma: expected finite numbers of at least 7\.88861e-31; got"):
+        per_tensor_scale(torch.tensor([sigma]), pool(576))
+    with pytest.raises(ValueError, match=r"sigma: expected finite numbers of at least 5\.96046e-08; got"):
+        per_tensor_scale(torch.tensor([min(sigma, 1e-9)], dtype=torch.float16), pool(576))
+
+
+def test_scales_must_be_tensors_of_a_scale_dtype() -> None:
+    with pytest.raises(ValueError, match=r"sigma: expected a tensor of float32 or .*; got float"):
+        per_tensor_scale(0.5, pool(576))  # type: ignore[arg-type]

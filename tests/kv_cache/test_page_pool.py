@@ -332,7 +332,7 @@ def test_out_of_pages_names_the_pool_and_changes_nothing() -> None:
     assert pool.pages("a") == (Page(0, 0),)
     assert pool.pages("b") == ()
     swapped = SwappedRequest(
-        16, torch.zeros(4, *pool.blocks.shape[1:]).to(pool.blocks.dtype), torch.zeros(4, 1, 2, 4, 1, 1)
+        16, ROW, torch.zeros(4, *pool.blocks.shape[1:]).to(pool.blocks.dtype), torch.zeros(4, 1, 2, 4, 1, 1)
     )
     with pytest.raises(OutOfPagesError, match="4 more pages needed"):
         pool.swap_in("c", swapped)
@@ -389,7 +389,7 @@ MISUSES = {
         "pairs: expected no target page twice; got [(2, 2), (2, 3)].",
     ),
     "swap_in": (
-        lambda pool: pool.swap_in("c", SwappedRequest(5, torch.zeros(1), None)),
+        lambda pool: pool.swap_in("c", SwappedRequest(5, ROW, torch.zeros(1), None)),
         "swapped.values: expected [2, 1, 2, 4, 1, 8] float8_e4m3fn, as in this pool; got [1] float32.",
     ),
 }
@@ -462,3 +462,74 @@ def test_check_finds_damaged_books(damage, sentence: str) -> None:
     with pytest.raises(RuntimeError) as found:
         pool.check()
     assert str(found.value).startswith(sentence)
+
+
+# -- what isn't meant --------------------------------------------------------------------------------------------------
+
+
+def test_a_swapped_request_keeps_its_layout() -> None:
+    """Swapped from fp8_rope_bf16 into its prescaled twin, all rope was off by sigma: the bytes have the same shape."""
+    geometry = {"num_layers": 1, "page_size": 4, "num_pages": 4}
+    source, twin = PagePool("fp8_rope_bf16", **geometry), PagePool("fp8_rope_bf16_prescaled", **geometry)
+    source.allocate("x")
+    source.append("x", 3)
+    swapped = source.swap_out("x")
+    with pytest.raises(
+        ValueError, match="swapped: expected a request of layout fp8_rope_bf16_prescaled; got one of fp8_"
+    ):
+        twin.swap_in("x", swapped)
+    assert twin.requests == ()
+    source.swap_in("x", swapped)
+    assert source.tokens("x") == 3
+
+
+def test_a_fork_makes_its_step_before_it_advances() -> None:
+    """advance() on a fresh fork counted the parent's bytes as the child's: nobody had copied the shared page."""
+    pool = make_pool()
+    pool.allocate("a")
+    pool.append("a", 5)
+    pool.fork("a", "c")
+    with pytest.raises(ValueError, match="tokens: expected 0 for request 'c', whose last page others share; got 2"):
+        pool.advance(["c"], [2])
+    assert pool.tokens("c") == 5
+    pool.values(["c"], [2])
+    pool.advance(["c"], [2])
+    assert pool.tokens("c") == 7
+    assert pool.pages("a")[1] != pool.pages("c")[1]
+
+
+@pytest.mark.parametrize("count", [float("nan"), 2.0, "2", True, None])
+def test_counts_of_tokens_are_integers(count: object) -> None:
+    """nan and 2.0 went into the books, and later calls failed far away."""
+    pool = make_pool()
+    pool.allocate("a")
+    pool.append("a", 5)
+    calls = [lambda: pool.append("a", count), lambda: pool.advance(["a"], [count]), lambda: pool.truncate("a", count)]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"expected an int; got"):
+            call()
+    if count is not None:
+        with pytest.raises(TypeError, match="tokens: expected an int; got"):
+            pool.fork("a", "b", count)
+    assert pool.requests == ("a",)
+    assert pool.tokens("a") == 5
+    pool.check()
+
+
+def test_a_pool_names_the_argument_that_is_not_of_its_kind() -> None:
+    for changes, message in (
+        ({"page_size": 2.5}, r"page_size: expected an int; got 2\.5"),
+        ({"num_pages": "8"}, "num_pages: expected an int; got '8'"),
+        ({"num_scale_pages": 3.0}, r"num_scale_pages: expected an int; got 3\.0"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            make_pool(**changes)
+    with pytest.raises(TypeError, match="layout: expected a CacheLayout or its name; got None"):
+        PagePool(None, num_layers=1, page_size=4, num_pages=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sigma: expected finite numbers of at least"):
+        make_pool(num_scale_pages=None, sigma=torch.zeros(1))
+    pool = make_pool()
+    with pytest.raises(TypeError, match="swapped: expected a SwappedRequest; got None"):
+        pool.swap_in("a", None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"pairs: expected \(Page, Page\) each"):
+        pool.copy_pages([((0, 0), (1, 1))])  # type: ignore[list-item]

@@ -210,3 +210,13 @@ def test_saturating_cast() -> None:
         assert cast.isnan().tolist() == [False, False, True, False, False]
     assert saturating_cast(torch.tensor([2.0, 3.0]), torch.float8_e8m0fnu).view(torch.uint8).tolist() == [0x80, 0x81]
     assert saturating_cast(x, torch.float64) is x
+
+
+def test_powers_of_two_stay_below_the_ceiling() -> None:
+    """An fp16 scale of 146 was rounded up to 256, and 448 * 256 is infinite in float16: the ceiling came first."""
+    x = torch.tensor([65460.0])
+    sigma = sigma_of(x, scale_dtype=torch.float16, power_of_two=True)
+    assert sigma.item() == 128.0
+    assert bool((quantise_group(x, sigma).to(torch.float16) * sigma).isfinite().all())
+    assert sigma_of(x, scale_dtype=torch.float16).item() == 146.125
+    assert sigma_of(torch.tensor([torch.finfo(torch.float32).max]), power_of_two=True).item() == 2.0**119

@@ -139,3 +139,59 @@ def test_a_file_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(ValueError, match="UnpicklingError"):
         load_cache(tmp_path / "cache.pt")
     assert capsys.readouterr().out == ""
+
+
+def test_names_of_rows_come_back(tmp_path: Path) -> None:
+    """A picture of a saved cache had row numbers for a legend."""
+    values = make_values(get_layout("bf16"))
+    save_cache(tmp_path / "named.pt", values, "bf16", request_names=("ada",))
+    assert load_cache(tmp_path / "named.pt").request_names == ["ada"]
+    save_cache(tmp_path / "plain.pt", values, "bf16")
+    assert load_cache(tmp_path / "plain.pt").request_names is None
+
+
+DAMAGE = {
+    "no values": lambda data: data.pop("values"),
+    "no storages": lambda data: data.pop("storages"),
+    "an unknown field": lambda data: data["values"].update(colour=3),
+    "an unknown layout": lambda data: data["layout"].update(name="fp9"),
+    "shape too large": lambda data: data["values"]["kv_blocks"].update(shape=(2**40, 1, 2, 2, 1, 576)),
+    "offset too large": lambda data: data["values"]["kv_blocks"].update(offset=2**40),
+    "no such storage": lambda data: data["values"]["kv_blocks"].update(storage=99),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files(damage: str, tmp_path: Path) -> None:
+    """They ended in tracebacks that didn't name the file, or grew a storage to whatever the file said."""
+    path = tmp_path / "cache.pt"
+    save_cache(path, make_values(get_layout("bf16")), "bf16")
+    data = torch.load(path, weights_only=True)
+    DAMAGE[damage](data)
+    torch.save(data, path)
+    with pytest.raises(
+        ValueError, match=rf"{path}: expected a cache written by pagedmla.save_cache; got a damaged one"
+    ):
+        load_cache(path)
+
+
+def test_a_file_without_a_version_and_a_line_of_text(tmp_path: Path) -> None:
+    """`hello` is a pickle of sorts: it failed with KeyError 101."""
+    torch.save({"format": "pagedmla cache"}, tmp_path / "old.pt")
+    with pytest.raises(ValueError, match="expected version 1 of the format; got version None"):
+        load_cache(tmp_path / "old.pt")
+    (tmp_path / "text.pt").write_text("hello\n")
+    with pytest.raises(
+        ValueError, match=r"text\.pt: expected a cache written by pagedmla\.save_cache; got a file that torch"
+    ):
+        load_cache(tmp_path / "text.pt")
+
+
+def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
+    values = make_values(get_layout("bf16"))
+    with pytest.raises(FileNotFoundError):
+        save_cache(tmp_path / "none" / "cache.pt", values, "bf16")
+    with pytest.raises(IsADirectoryError):
+        save_cache(tmp_path, values, "bf16")
+    with pytest.raises(TypeError, match="split_head_dims: expected SplitKVHeadDims or None; got"):
+        save_cache(tmp_path / "cache.pt", replace(values, split_head_dims=(576, 512)), "bf16")

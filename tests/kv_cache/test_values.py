@@ -405,3 +405,23 @@ def test_torch_export_of_a_module_that_writes_the_cache() -> None:
     assert torch.equal(got, want)
     assert torch.equal(raw_view(exported.kv_blocks), raw_view(eager.kv_blocks))
     assert torch.equal(raw_view(exported.kv_scales), raw_view(eager.kv_scales))
+
+
+def test_refusals_name_the_fields() -> None:
+    """`blocks: expected a storage of ...` for a field called kv_blocks, and lengths on meta failed inside torch."""
+    for changes, message in (
+        ({"page_stride": 10**9}, "kv_blocks: expected a storage of at least"),
+        ({"scales_page_stride": 10**9}, "kv_scales: expected a storage of at least"),
+        ({"max_prompt_length": torch.zeros(1, device="meta")}, "max_prompt_length: expected one integer"),
+        ({"max_prompt_length": torch.zeros(1, dtype=torch.int32, device="meta")},
+         "max_prompt_length: expected an int or a tensor on the host; got one on meta"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            one_device(**changes).collection()
+
+
+def test_upstream_values_and_devices_of_another_kind() -> None:
+    with pytest.raises(TypeError, match=r"per_device\[0\]: expected KVCacheInputsPerDevice; got int"):
+        PagedCacheValues.from_upstream([3], ["cpu"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="mapping: expected a list of devices or a DeviceMesh; got"):
+        PagedCacheValues.from_upstream([one_device()], ["nowhere"])

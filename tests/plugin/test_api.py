@@ -9,6 +9,7 @@ import resource
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from cases.arena import Geometry
@@ -16,7 +17,7 @@ from cases.steps import Step, StepCase, build_step, with_values
 from torch import Tensor
 
 import pagedmla
-from pagedmla import KVCacheInputsPerDevice, PagedCacheValues, get_layout
+from pagedmla import KVCacheInputsPerDevice, PagedCacheValues, SplitKVHeadDims, get_layout
 from pagedmla.plugin.executors import Configuration, choose, executors
 from pagedmla.plugin.step import bind_step
 
@@ -149,13 +150,13 @@ def test_users_may_edit_the_order(monkeypatch: pytest.MonkeyPatch, step: Step) -
         choose(configuration("meta"))
     assert choose(configuration("meta"), "torch").reason == "asked for"
     monkeypatch.setenv("PAGEDMLA_EXECUTORS", "torch,cuda")
-    with pytest.raises(ValueError, match=r"PAGEDMLA_EXECUTORS: expected one of triton, torch, reference; got cuda\."):
+    with pytest.raises(ValueError, match=r"PAGEDMLA_EXECUTORS: expected one of triton, torch, reference; got 'cuda'\."):
         attend(step)
 
 
 def test_an_executor_that_was_asked_for_must_be_able() -> None:
     names = ", ".join(executor.name for executor in executors())
-    with pytest.raises(ValueError, match=rf"executor: expected one of auto, {names}; got flash\."):
+    with pytest.raises(ValueError, match=rf"executor: expected one of auto, {names}; got 'flash'\."):
         choose(configuration(), "flash")
     with pytest.raises(
         ValueError,
@@ -297,7 +298,7 @@ ATTENDING = [
                                                  r"bf16; got "),
     ({"layout": None}, TypeError, r"layout: expected a CacheLayout or its name; got None\."),
     ({"values": {}}, TypeError, r"values: expected PagedCacheValues or KVCacheInputsPerDevice; got dict\."),
-    ({"executor": "cuda"}, ValueError, r"executor: expected one of auto, .*; got cuda\."),
+    ({"executor": "cuda"}, ValueError, r"executor: expected one of auto, .*; got 'cuda'\."),
 ]  # fmt: skip
 
 
@@ -413,3 +414,113 @@ def test_nothing_is_read_from_a_device() -> None:
     assert bound.max_query_length() == 5  # the caller's bound
     assert bound.decode_requests() == 1
     assert bound.values.dispatch(bound.max_query_length()).num_partitions == 4
+
+
+# -- found by a review -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("starts", [[0, 2**32, 2**32], [2**32, 1, 2 + 2**32], [0, -1, 3]])
+def test_query_starts_are_checked_before_they_are_narrowed(step: Step, starts: list[int]) -> None:
+    """int64 starts wrapped to int32 first: 2 ** 32 passed as 0."""
+    for call in (attend, store):
+        with pytest.raises(ValueError, match="query_start_loc: expected"):
+            call(step, query_start_loc=torch.tensor(starts))
+
+
+def flat_step(sigma: Tensor) -> Step:
+    step = build_step(CASE, "fp8_flat")
+    return with_values(step, kv_scales=sigma.expand(step.values.kv_scales.shape))
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf"), 1e-45])
+def test_a_store_checks_the_scale_that_it_reads(sigma: float) -> None:
+    """check=True looked at ids alone, and a store divided by a tensor's scale of 0."""
+    step = flat_step(torch.tensor([sigma]))
+    before = step.values.kv_blocks.view(torch.uint8).clone()
+    with pytest.raises(ValueError, match="kv_scales: expected finite numbers of at least"):
+        store(step, check=True)
+    with pytest.raises(ValueError, match="kv_scales: expected finite numbers of at least"):
+        store(step, query_start_loc=None, slot_mapping=SLOTS, check=True)
+    assert torch.equal(step.values.kv_blocks.view(torch.uint8), before)
+    store(flat_step(torch.tensor([0.5])), check=True)
+
+
+def test_a_scale_slot_outside_its_pool_is_an_error_under_check(step: Step) -> None:
+    """Scale slot -1 beside a real value slot was a warning under check, and padding with scale slot 999 an error."""
+    call = {"query_start_loc": None, "check": True, "slot_mapping": torch.tensor([0, 1, -1])}
+    with pytest.raises(IndexError, match="scales_slot_mapping: token 0 has slot -1; kv_scales has 8 pages of 4"):
+        store(step, scales_slot_mapping=torch.tensor([-1, 1, 2]), **call)
+    store(step, scales_slot_mapping=torch.tensor([0, 1, 999]), **call)
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8_ds_mla"])
+def test_scale_slots_where_there_is_no_scale_pool(layout: str) -> None:
+    """scales_slot_mapping was silently ignored."""
+    step = build_step(CASE, layout)
+    with pytest.raises(ValueError, match=r"scales_slot_mapping: expected None, since layout .* keeps no scale pool"):
+        store(step, query_start_loc=None, slot_mapping=SLOTS, scales_slot_mapping=SLOTS)
+
+
+@pytest.mark.parametrize("length", [-5, -(2**31)])
+def test_lengths_below_padding_are_refused_under_check(step: Step, length: int) -> None:
+    """A padding row has minus its query tokens; anything below that passed as padding too."""
+    broken = with_values(step, cache_lengths=torch.tensor([4, length], dtype=torch.int32))
+    for call in (attend, store):
+        with pytest.raises(
+            ValueError, match=f"cache_lengths: expected at least 0, or -2 for padding; got {length} in row 1"
+        ):
+            call(broken, check=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sm_scale": None}, "sm_scale: expected a number; got None"),
+        ({"sm_scale": "1"}, "sm_scale: expected a number; got '1'"),
+        ({"sm_scale": torch.ones(2)}, r"sm_scale: expected a number; got \[2\] float32"),
+        ({"sm_scale": float("nan")}, "sm_scale: expected a finite number; got nan"),
+        ({"sm_scale": float("inf")}, "sm_scale: expected a finite number; got inf"),
+        ({"causal": "no"}, "causal: expected True or False; got 'no'"),
+        ({"check": "no"}, "check: expected True or False; got 'no'"),
+        ({"plan": 3}, "plan: expected a Plan, made by plan.*; got int"),
+        ({"q": torch.zeros(3, 0, 576)}, r"q: expected at least 1 head; got \[3, 0, 576\]"),
+        ({"out": torch.zeros(1, 2, 512).expand(3, -1, -1)}, "out: expected an address for each element; got strides"),
+        ({"out": torch.zeros(3, 2, 512, requires_grad=True)}, "out: expected a tensor that doesn't require grad; got"),
+    ],
+)
+def test_arguments_of_attend_that_are_not_of_their_kind(step: Step, changes: dict[str, object], message: str) -> None:
+    """NaN came back for a scale of NaN, "no" counted as true, and torch's own errors named no argument."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        attend(step, **changes)
+
+
+def test_fields_do_not_sleep(step: Step) -> None:
+    """split_head_dims was never compared with anything, and store took a split that isn't the step's."""
+    wrong = with_values(step, split_head_dims=SplitKVHeadDims(3, 4))
+    for call in (attend, store):
+        with pytest.raises(ValueError, match=r"split_head_dims: expected None or SplitKVHeadDims\(key_head_dim=576, "):
+            call(wrong)
+    attend(with_values(step, split_head_dims=SplitKVHeadDims(576, 512)))
+    with pytest.raises(ValueError, match="mixed_step_split: expected 1 query tokens for the first 1 requests"):
+        store(with_values(step, mixed_step_split=torch.tensor([1, 2], dtype=torch.int32)))
+    with pytest.raises(TypeError, match="kv_blocks: expected a tensor; got None"):
+        attend(with_values(step, kv_blocks=None))
+
+
+@pytest.mark.parametrize("executor", ["torch", "reference"])
+def test_partitions_beyond_the_pages_cost_nothing(step: Step, executor: str) -> None:
+    """10 ** 6 partitions of two pages looped for minutes over empty parts."""
+    want = attend(step, executor=executor)
+    got = attend(with_values(step, mla_num_partitions=10**9), executor=executor)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_any_integer_names_a_layer(step: Step) -> None:
+    assert torch.equal(attend(step, layer=numpy.int64(step.layer))[0], attend(step)[0])
+
+
+@pytest.mark.parametrize("states", [[], [torch.zeros(1, 1, 4), torch.zeros(2, 1, 4)], [3]])
+def test_states_to_merge_are_alike(states: list[object]) -> None:
+    with pytest.raises(ValueError, match=r"outs: expected (a tensor, or at least one|tensors all alike)"):
+        pagedmla.merge_states(states, states)  # type: ignore[arg-type]

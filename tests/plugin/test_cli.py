@@ -164,7 +164,7 @@ def test_version() -> None:
     assert result.output.strip() == f"pagedmla {pagedmla.__version__}"
 
 
-@pytest.mark.parametrize("command", ["inspect", "explain", "demo"])
+@pytest.mark.parametrize("command", ["inspect", "explain", "demo", "compile", "bench"])
 def test_help_has_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -175,7 +175,7 @@ def test_help_has_examples(command: str) -> None:
 def test_help_lists_the_commands() -> None:
     for arguments in (["--help"], []):
         output = run(*arguments).output
-        assert all(command in output for command in ("inspect", "explain", "demo", "--version"))
+        assert all(command in output for command in ("inspect", "explain", "demo", "compile", "bench", "--version"))
 
 
 def test_the_installed_entry_point_is_named_pagedmla() -> None:
@@ -193,3 +193,96 @@ def test_the_command_line_loads_nothing_heavy_before_it_is_asked() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_compile_one_kernel(tmp_path: Path) -> None:
+    """The quickest there is: merge, on one target. Built, not run, so no GPU and no driver."""
+    pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
+    table, folder = tmp_path / "deep" / "table.json", tmp_path / "kernels"
+    result = run("compile", "--only", "merge", "--target", "sm_90a", "--out", folder, "--json", table)
+    assert result.exit_code == 0, result.output
+    assert "compiled, not run" in result.output
+    assert "1 built, 0 refused" in words(result)
+    (row,) = json.loads(table.read_text())
+    assert (row["kernel"], row["executor"], row["target"], row["spill_words"]) == ("merge", "triton", "sm_90", 0)
+    assert {path.suffix for path in folder.iterdir()} == {".cubin", ".ptx", ".sass"}
+
+
+def test_compile_says_why_a_target_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
+    monkeypatch.setattr(
+        "pagedmla.triton_kernels.compile._exceeds", lambda built, target: f"too large a block for {target.name}"
+    )
+    result = run("compile", "--only", "merge", "--target", "sm_90")
+    assert result.exit_code == 1
+    assert "merge" in result.output
+    assert "too large a block for sm_90" in words(result)
+    assert "0 built, 1 refused" in words(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--target", "sm_70"], "target: expected one of sm_80, sm_89, sm_90, sm_100, gfx942, gfx950; got 'sm_70'"),
+        (["--only", "sort"], "nothing to build: no variant of ['sort'] in any layout"),
+        (["--executor", "torch"], "'torch' is not"),
+    ],
+)
+def test_compile_refuses(arguments: list[str], sentence: str) -> None:
+    result = run("compile", *arguments)
+    assert result.exit_code == 2
+    assert sentence in words(result)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU bench measures")
+def test_bench_without_a_gpu_is_a_model(tmp_path: Path) -> None:
+    result = run("bench", "--layout", "fp8_rope_bf16", "--json", tmp_path / "rows.json")
+    assert result.exit_code == 0, result.output
+    assert "a model of compiled kernels, nothing was run" in words(result)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["gpu"] for row in rows} == {"H100 SXM", "H200", "B200"}
+    assert {row["source"] for row in rows} == {"model"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU bench measures")
+def test_bench_without_a_gpu_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedmla.bench.report.TABLE", tmp_path / "compile-triton.json")
+    result = run("bench")
+    assert result.exit_code == 2
+    assert "run `pagedmla compile --json" in words(result)
+
+
+# -- wrong usage is a sentence -----------------------------------------------------------------------------------------
+
+
+def assert_misused(result: Result, sentence: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert sentence in words(result)
+
+
+def test_files_that_are_no_caches(tmp_path: Path) -> None:
+    """A traceback with exit code 1, which means "problems found"."""
+    text, sound = tmp_path / "text.pt", save(tmp_path / "cache.pt")
+    text.write_text("hello\n")
+    assert_misused(run("inspect", text), "expected a cache written by pagedmla.save_cache")
+    assert_misused(run("inspect", sound, "--before", text), "expected a cache written by pagedmla.save_cache")
+    data = torch.load(sound, weights_only=True)
+    data["values"]["cache_lengths"] = None
+    torch.save(data, text)
+    assert_misused(run("inspect", text), "cache_lengths: expected a tensor")
+
+
+def test_demo_where_nothing_can_be_saved(tmp_path: Path) -> None:
+    assert_misused(run("demo", "--save", tmp_path / "none" / "x.pt"), "No such file or directory")
+    assert_misused(run("demo", "--save", tmp_path), "Is a directory")
+
+
+def test_explain_needs_neither_the_device_nor_the_memory() -> None:
+    """It allocated the workspace: an AssertionError without CUDA, the allocator's own words for a large one."""
+    result = run("explain", "--device", "cuda", "--layout", "fp8_rope_bf16")
+    assert result.exit_code == 0, result.output
+    result = run("explain", "--partitions", 10**7, "--tokens", 10**7)
+    assert result.exit_code == 0, result.output
+    assert "workspace:" in words(result)
+    assert_misused(run("explain", "--device", "nowhere"), "nowhere")

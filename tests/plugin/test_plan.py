@@ -9,8 +9,9 @@ import torch
 from cases.steps import Step, StepCase, build_step, with_values
 
 import pagedmla
-from pagedmla import Plan, get_layout
-from pagedmla.plugin.cost import H200, attention_cost
+from pagedmla import KVCacheInputsPerDevice, Plan, get_layout
+from pagedmla.hardware.cost import H200, attention_cost
+from pagedmla.plugin.plan import outline
 
 CASE = StepCase((1, 2), (5, 3), page_size=4)
 
@@ -60,7 +61,7 @@ def test_a_full_plan_holds() -> None:
 
 
 def test_workspace() -> None:
-    plan = make(num_partitions=5)
+    plan = make(num_partitions=5, max_cache_length=20)
     assert plan.workspace.partial_lse.shape == (5, 4, 2)
     assert plan.workspace.partial_lse.dtype == torch.float32
     assert plan.workspace.nbytes == 5 * 4 * 2 * 4
@@ -72,7 +73,7 @@ def test_the_plans_executor_serves(step: Step) -> None:
     want = pagedmla.attend(step.q, step.values, step.layer, executor="reference", **step.call())
     assert torch.equal(attend(step, plan)[0], want[0])
     assert torch.equal(attend(step, plan, executor="reference")[0], want[0])
-    with pytest.raises(ValueError, match=r"executor: expected 'reference', as in the plan; got torch\."):
+    with pytest.raises(ValueError, match=r"executor: expected 'reference', as in the plan; got 'torch'\."):
         attend(step, plan, executor="torch")
 
 
@@ -102,10 +103,12 @@ def test_a_plan_refuses_what_it_was_not_made_for(changes: dict[str, object], mes
 
 def test_metadata_may_not_ask_for_more_partitions_than_the_workspace(step: Step) -> None:
     asking = with_values(step, mla_num_partitions=4)
-    for call in (lambda: attend(asking, make(num_partitions=3)), lambda: make(num_partitions=3).prepare(asking.values)):
+    small = make(num_partitions=3, max_cache_length=16)
+    starts = asking.query_start_loc
+    for call in (lambda: attend(asking, small), lambda: small.prepare(asking.values, starts)):
         with pytest.raises(ValueError, match=r"plan holds 3 partitions; got 4\. Make a larger plan\."):
             call()
-    attend(asking, make(num_partitions=4))
+    attend(asking, make(num_partitions=4, max_cache_length=16))
 
 
 CAPACITIES = ["num_heads", "page_size", "max_batch", "max_tokens", "max_cache_length", "num_partitions"]
@@ -128,7 +131,7 @@ def test_a_plan_wants_an_executor_that_can_run() -> None:
         r"CPU only\.",
     ):
         make(device="meta", executor="reference")
-    with pytest.raises(ValueError, match=r"layout: expected one of bf16, .*; got fp8\."):
+    with pytest.raises(ValueError, match=r"layout: expected one of bf16, .*; got 'fp8'\."):
         make(layout="fp8")
 
 
@@ -157,7 +160,7 @@ def test_a_summary_counts_the_step(step: Step) -> None:
         make().prepare(wrong.values, step.query_start_loc)
     one_each = build_step(StepCase((1, 1), (5, 3), page_size=4), "fp8_rope_bf16")
     assert make().prepare(one_each.values).query_tokens == 2
-    nobody = build_step(StepCase((), ()), "fp8_rope_bf16")
+    nobody = build_step(StepCase((), (), page_size=4), "fp8_rope_bf16")
     assert make().prepare(nobody.values).key_tokens == 0
 
 
@@ -167,10 +170,15 @@ def test_padding_rows_count_no_keys() -> None:
     assert make().prepare(padded.values).key_tokens == 8
 
 
+def on_a_device(step: Step) -> KVCacheInputsPerDevice:
+    names = ("kv_blocks", "kv_scales", "cache_lengths", "lookup_table", "scales_lookup_table")
+    return with_values(step, **{name: getattr(step.values, name).to("meta") for name in names}).values
+
+
 def test_host_copies_stand_for_device_tensors(step: Step) -> None:
     """What is given as a host copy is taken, and nothing is read from the device: the meta device would raise."""
     lengths, starts = step.values.cache_lengths, step.query_start_loc
-    away = with_values(step, cache_lengths=lengths.to("meta")).values
+    away = on_a_device(step)
     plan = make()
     want = plan.prepare(step.values, starts)
     assert plan.prepare(away, starts, host_cache_lengths=lengths) == want
@@ -212,9 +220,9 @@ def test_preparation_checks_capacities_and_tables(step: Step) -> None:
 
 
 def test_explain(step: Step) -> None:
-    plan = make(num_partitions=3)
+    plan = make(num_partitions=3, max_cache_length=12)
     shown = plan.explain(plan.prepare(step.values, step.query_start_loc)).splitlines()
-    assert shown[0] == ("plan of layout fp8_rope_bf16, H=2, pages of 4, up to 3 requests, 4 tokens and 8 keys")
+    assert shown[0] == ("plan of layout fp8_rope_bf16, H=2, pages of 4, up to 3 requests, 4 tokens and 12 keys")
     assert shown[1:5] == [
         "  attend: torch (vectorised float32 in torch)",
         "    not triton: queries over an FP8 cache are bfloat16 or float16, not float32",
@@ -251,3 +259,92 @@ def test_the_model_behind_the_floor() -> None:
     assert costs[128].floor_us(H200, fp8_mma=True) == pytest.approx(77.8, abs=0.1)
     assert costs[128].floor_us(H200, fp8_mma=False) == pytest.approx(147.5, abs=0.1)
     assert costs[128].flops == 2176 * 128 * 128 * 4096
+
+
+# -- what prepare and plan refuse --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("starts", [[0, 2, 1], [5, 6, 7]])
+def test_prepare_refuses_query_starts_that_fall(step: Step, starts: list[int]) -> None:
+    """Accepted, as negative query lengths: host copies were counted and never looked at."""
+    with pytest.raises(ValueError, match=r"query_start_loc: expected 0 first, then rising or equal; got \["):
+        make().prepare(step.values, torch.tensor(starts, dtype=torch.int32))
+
+
+def test_prepare_looks_at_the_whole_step(step: Step) -> None:
+    """A pool of another layout, no table and bounds of 0 went through: only capacities and widths were compared."""
+    for changes, message in (
+        ({"lookup_table": None}, "lookup_table: expected a tensor"),
+        ({"max_cache_length": 0}, "max_cache_length: expected at least 5"),
+        ({"kv_blocks": torch.zeros(3, 1, 2, 4, 1, 576)}, "kv_blocks: expected .* for layout fp8_rope_bf16"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            make().prepare(with_values(step, **changes).values, step.query_start_loc)
+
+
+@pytest.mark.parametrize("name", ["lookup_table", "scales_lookup_table"])
+def test_prepare_checks_ids_of_host_copies(step: Step, name: str) -> None:
+    """Wild ids of a step on a GPU weren't found: prepare took host copies of lengths and none of tables."""
+    away = on_a_device(step)
+    lengths, tables = step.values.cache_lengths, {"lookup_table": step.values.lookup_table.clone()}
+    tables["scales_lookup_table"] = step.values.scales_lookup_table.clone()
+    known = {"host_cache_lengths": lengths, "host_query_start_loc": step.query_start_loc}
+    copies = {f"host_{each}": table for each, table in tables.items()}
+    assert make().prepare(away, **known, **copies) == make().prepare(step.values, step.query_start_loc)
+    tables[name].view(torch.int32)[0, 1] = 99
+    with pytest.raises(IndexError, match=rf"{name}: row 0, column 1 holds page id 99; kv_"):
+        make().prepare(away, **known, **copies)
+    own = with_values(step, **{name: tables[name]}).values
+    with pytest.raises(IndexError, match=rf"{name}: row 0, column 1 holds page id 99; kv_"):
+        make().prepare(own, step.query_start_loc)
+
+
+def test_host_tables_fit_the_step(step: Step) -> None:
+    away = on_a_device(step)
+    known = {"host_cache_lengths": step.values.cache_lengths, "host_query_start_loc": step.query_start_loc}
+    with pytest.raises(ValueError, match=r"host_lookup_table: expected \[2, "):
+        make().prepare(away, **known, host_lookup_table=step.values.lookup_table[:1])
+    with pytest.raises(ValueError, match="host_lookup_table: expected a tensor on the host; got one on meta"):
+        make().prepare(away, **known, host_lookup_table=away.lookup_table)
+    one_table = replace(away, scales_lookup_table=None)
+    with pytest.raises(ValueError, match="host_scales_lookup_table: expected None, since there is no scales_lookup_"):
+        make().prepare(one_table, **known, host_scales_lookup_table=step.values.lookup_table)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": torch.int32}, "dtype: expected bfloat16 or float16 or float32 or float64; got torch.int32"),
+        ({"dtype": "float32"}, "dtype: expected bfloat16 or .*; got float32"),
+        ({"sm_scale": None}, "sm_scale: expected a number; got None"),
+        ({"sm_scale": float("nan")}, "sm_scale: expected a finite number; got nan"),
+        ({"causal": 1}, "causal: expected True or False; got 1"),
+        ({"layout": None}, "layout: expected a CacheLayout or its name; got None"),
+    ],
+)
+def test_plan_refuses_what_is_not_of_its_kind(changes: dict[str, object], message: str) -> None:
+    """Plans for integer queries or without a scale were made, and failed at their first step."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(**changes)
+
+
+def test_partitions_beyond_the_keys_take_no_memory() -> None:
+    """A plan with 10 ** 6 partitions held a workspace for each, whatever the keys."""
+    assert make(num_partitions=10**6).workspace.partial_lse.shape[0] == 2  # 8 keys in pages of 4
+
+
+def test_an_outline_explains_without_memory() -> None:
+    """`explain` allocated the workspace, so it needed the device and the memory of what it only described."""
+    arguments = {"layout": "bf16", "num_heads": 128, "page_size": 64, "max_batch": 128, "max_tokens": 10**7,
+                 "max_cache_length": 2**20, "dtype": torch.bfloat16, "sm_scale": 1.0}  # fmt: skip
+    drawn = outline(**arguments, device="cuda", num_partitions=10**7)
+    assert drawn.device.type == "cuda"
+    assert drawn.workspace.partial_lse.device.type == "meta"
+    assert drawn.workspace.nbytes > 10**6
+    assert "workspace" in drawn.explain()
+
+
+def test_a_plan_names_its_device_by_number() -> None:
+    """plan(device="cuda") refused queries on cuda:0: it compared with the name it was given, not with its memory."""
+    made = make(device="cpu:0")
+    assert made.device == made.workspace.partial_lse.device == torch.zeros(1).device

@@ -598,3 +598,16 @@ def test_wild_ids_in_use_are_refused_by_name() -> None:
         IndexError, match=r"scales_lookup_table: row 0, column 0 holds page id 4294967295; kv_scales has 13"
     ):
         attend(with_values(step, scales_lookup_table=scales))
+
+
+@pytest.mark.parametrize("executor", ["torch", "reference"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_queries_that_do_not_see_infinity_are_untouched(executor: str, value: float) -> None:
+    """Rows of one chunk share a matrix product with keys they don't see: 0 * inf must not reach them."""
+    step = build_step(StepCase((4,), (7,), page_size=4), "bf16")
+    want = pagedmla.attend(step.q, step.values, step.layer, executor=executor, **step.call())
+    page = int(step.values.lookup_table.view(torch.int32)[0, 1])
+    step.values.kv_blocks[page, 0, step.layer, 1] = value  # token 5, which the last two of the queries 3 .. 6 see
+    got = pagedmla.attend(step.q, step.values, step.layer, executor=executor, **step.call())
+    assert torch.equal(got[0][:2], want[0][:2])
+    assert torch.equal(got[1][:2], want[1][:2])

@@ -17,14 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pagedmla.triton_kernels import amdgcn, compile, sass
+from pagedmla.hardware import amdgcn, sass
+from pagedmla.hardware.footprint import Footprint, report_row
+from pagedmla.hardware.loops import natural_loops
+from pagedmla.hardware.targets import TARGETS, assumed_target, find_target, target_of
+from pagedmla.triton_kernels import compile
 from pagedmla.triton_kernels.compile import compile_all, compile_variant
-from pagedmla.triton_kernels.footprint import Footprint, report_row
-from pagedmla.triton_kernels.loops import natural_loops
 from pagedmla.triton_kernels.merge import merge
 from pagedmla.triton_kernels.recording import record, specialise
-from pagedmla.triton_kernels.step_variants import StepVariant, variants
-from pagedmla.triton_kernels.targets import TARGETS, assumed_target, find_target, target_of
+from pagedmla.triton_kernels.variants import Variant, step_variants
 
 FIELDS = [
     "kernel", "executor", "target", "layout", "rows", "registers", "spill_words", "spill_words_in_loop", "shared_bytes",
@@ -290,7 +291,7 @@ def test_recording_launches_nothing():
 
 
 def test_every_step_has_variants_for_every_target():
-    listed = variants()
+    listed = step_variants()
     assert {(variant.kernel, *variant.targets) for variant in listed} == {
         (kernel, target) for kernel in ("store", "decompress", "prefill", "merge") for target in TARGETS
     }
@@ -312,7 +313,7 @@ def _product_kernel(a, b, out, count, COLUMNS: tl.constexpr):
     tl.store(out + row[:, None] * 64 + row[None, :], total)
 
 
-PRODUCT = StepVariant(
+PRODUCT = Variant(
     kernel="product", layout="fp16", rows=64, function=f"{__name__}:_product_kernel",
     signature={"a": "*fp16", "b": "*fp16", "out": "*fp32", "count": "i32", "COLUMNS": "constexpr"},
     constants={"COLUMNS": 32}, divisible_by_16=("a", "b", "out", "count"), tokens_per_iteration=32,
@@ -431,7 +432,7 @@ def built(kernel, target, folder, **wanted):
     """Row and SASS of the first listed variant of a kernel whose fields or constants are as wanted."""
     variant = next(
         variant
-        for variant in variants([target])
+        for variant in step_variants([target])
         if variant.kernel == kernel
         and all(getattr(variant, name, variant.constants.get(name)) == value for name, value in wanted.items())
     )

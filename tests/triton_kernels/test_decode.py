@@ -11,8 +11,8 @@ import torch
 from cases.attending import INF, assert_agrees, merged, run_decode, run_mixed
 from cases.steps import StepCase, build_step
 
-from pagedmla.triton_kernels.targets import TARGETS
-from pagedmla.triton_kernels.variants import variants
+from pagedmla.hardware.targets import TARGETS
+from pagedmla.triton_kernels.variants import BUDGETED, KINDS, LAYOUTS, SERVED, attention_variants
 
 
 @pytest.mark.parametrize("layout", ["bf16", "fp8_flat", "fp8_flat-g128", "fp8_rope_bf16", "fp8_ds_mla"])
@@ -55,32 +55,10 @@ def test_a_step_without_requests(guarded):
     assert (out.shape, lse.shape) == ((0, 2, 512), (0, 2))
 
 
-def test_every_layout_has_variants_for_every_target():
-    foreseen = {(variant.targets[0], variant.layout, variant.kernel) for variant in variants()}
-    layouts = {layout for _, layout, _ in foreseen}
+def test_every_kind_of_layout_has_variants_for_every_target():
+    foreseen = {(variant.targets[0], variant.layout, variant.kernel) for variant in attention_variants()}
     assert foreseen == {
-        (target, layout, kernel) for target in TARGETS for layout in layouts for kernel in ("decode", "mixed")
+        *((target, layout, "decode") for target in TARGETS for layout, _ in KINDS),
+        *((BUDGETED, layout, "decode") for layout, _ in LAYOUTS),
+        *((BUDGETED, layout, "mixed") for layout, _ in SERVED),
     }
-
-
-BUDGETS = {"fp8_flat": 115, "fp8_rope_bf16": 127, "fp8_ds_mla": 130}
-
-
-@pytest.mark.parametrize("layout", BUDGETS)
-def test_sixteen_rows_stay_under_the_issue_limit(layout):
-    """H200 at full bandwidth leaves so many issue slots a key token; vLLM's kernel needs 172 to 175 (docs/kernels)."""
-    triton = pytest.importorskip("triton", reason="Triton isn't installed")
-    if not triton.__version__.startswith("3.7.1"):
-        pytest.skip("the figures are those of Triton 3.7.1")
-    from pagedmla.triton_kernels.compile import compile_variant
-
-    (variant,) = (
-        variant
-        for variant in variants(["sm_90"])
-        if (variant.kernel, variant.layout, variant.rows) == ("decode", layout, 16)
-        and variant.constants["PAGE_SIZE"] == 64
-        and variant.constants["GROUP"] == (128 if layout == "fp8_ds_mla" else 576)
-    )
-    row = compile_variant(variant, "sm_90")
-    assert row["warp_instructions_per_token"] < BUDGETS[layout]
-    assert row["spill_words_in_loop"] == 0

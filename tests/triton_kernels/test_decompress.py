@@ -11,10 +11,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagedmla.hardware.targets import assumed_target, find_target
 from pagedmla.kv_cache.layouts import RowPlanes, get_layout, per_tensor_scale
 from pagedmla.kv_cache.paged_tensor import PagedTensor
 from pagedmla.triton_kernels.decompress import decompress
-from pagedmla.triton_kernels.targets import assumed_target, find_target
 
 LAYOUTS = [
     ("bf16", None, None),

@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from pagedmla.hardware.targets import assumed_target, find_target
 from pagedmla.kv_cache.layouts import RowPlanes, get_layout, per_tensor_scale
 from pagedmla.kv_cache.paged_tensor import PagedTensor
-from pagedmla.triton_kernels.device.encode import encode_e4m3
+from pagedmla.triton_kernels.device.fp8 import encode_e4m3
 from pagedmla.triton_kernels.interpreter import interpreted
 from pagedmla.triton_kernels.store import store, store_slots
-from pagedmla.triton_kernels.targets import assumed_target, find_target
 
 PLAIN = [(name, None, None) for name in ("bf16", "fp16", "fp32")]
 SCALED = [

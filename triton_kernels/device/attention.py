@@ -28,6 +28,7 @@ from pagedmla.triton_kernels.device.softmax import advance_peak, decay, finite_o
 from pagedmla.triton_kernels.device.splits import split_range
 from pagedmla.triton_kernels.device.uniform import make_uniform
 
+FEW_SCALES: tl.constexpr = tl.constexpr(5)  # a token: groups of 128
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -88,7 +89,8 @@ def attend_rows(
     ROPE_CHUNKS: tl.constexpr = ROPE // ROPE_CHUNK
     FOLDED: tl.constexpr = 0 if DEQUANTISE else GROUPS  # scales that scores and weights take
     HEADROOM: tl.constexpr = 16384.0 if LATENT_MMA == "float16" else 1.0
-    FETCH_LATE: tl.constexpr = PREFETCH and ROWS == 64  # when the scores' registers are free again
+    # Many rows or many scales leave no registers for the next tile's bytes until the scores are done.
+    FETCH_LATE: tl.constexpr = PREFETCH and (ROWS == 64 or FOLDED > FEW_SCALES)
     LATENT_TYPE: tl.constexpr = (
         tl.float16 if LATENT_MMA == "float16" else tl.bfloat16 if LATENT_MMA == "bfloat16" else tl.float32
     )
@@ -204,15 +206,16 @@ def attend_rows(
         new_peak = advance_peak(weighted, peak)
         shrink = decay(peak, new_peak)[None, :]
         peak = new_peak
+        shrunk = ()
+        for chunk in tl.static_range(CHUNKS):
+            shrunk = shrunk + (out_t[chunk] * shrink,)
         p = tl.exp2(scores - finite_or_zero(peak)[None, :])
         total = total * shrink[None, :, :] + tl.sum(tl.reshape(p, [TILE // 16, 2, 8, ROWS]), 1)
         if FETCH_LATE:
             fetched = fetch_rows(
                 latent, pages, start + TILE, end, stride_latent_page, STRIDE_LATENT_SLOT, TILE, PAGE_SIZE, LATENT, CHUNK
             )
-        out_t = add_values(
-            out_t, keys, p, sigma, shrink, CHUNK, CHUNKS, GROUP, FOLDED, HEADROOM, LATENT_TYPE, PRECISION
-        )
+        out_t = add_values(shrunk, keys, p, sigma, CHUNK, CHUNKS, GROUP, FOLDED, HEADROOM, LATENT_TYPE, PRECISION)
 
         if PREFETCH:
             keys = widen_columns(fetched, CHUNKS, FP8_LATENT, NATIVE_E4M3, LATENT_TYPE)
@@ -320,7 +323,9 @@ def score_tile(
     if FOLDED == 0:
         for chunk in tl.static_range(CHUNKS):
             scores = tl.dot(keys[chunk], q_latent[chunk], scores, input_precision=PRECISION)
-    for group in tl.static_range(FOLDED):
+    # A scaled rope has the last scale; among few it goes first, since its keys wait in registers.
+    FEW: tl.constexpr = ROPE_SCALED and FOLDED <= FEW_SCALES
+    for group in tl.static_range(FOLDED - 1 if FEW else 0, -1 if FEW else FOLDED, -1 if FEW else 1):
         part = tl.zeros([TILE, ROWS], tl.float32)
         for chunk in tl.static_range(ROPE_CHUNKS):
             if ROPE_SCALED and (LATENT + chunk * ROPE_CHUNK) // GROUP == group:
@@ -334,19 +339,16 @@ def score_tile(
 
 @triton.jit
 def add_values(
-    out_t, keys, p, sigma, shrink,
+    out_t, keys, p, sigma,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, FOLDED: tl.constexpr, HEADROOM: tl.constexpr,
     LATENT_TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out^T * shrink + HEADROOM * V^T (P sigma)^T for each chunk."""
-    weights = ()
-    if FOLDED == 0:
-        weights = ((p * HEADROOM).to(LATENT_TYPE),)
-    else:
-        for group in tl.static_range(tl.cdiv(CHUNK * CHUNKS, GROUP)):
-            weights = weights + ((p * (sigma[group] * HEADROOM)[:, None]).to(LATENT_TYPE),)
+    """out^T + HEADROOM * V^T (P sigma)^T for each chunk; weights are made where a new scale begins, and not before."""
     result = ()
+    if FOLDED == 0:
+        weight = (p * HEADROOM).to(LATENT_TYPE)
     for chunk in tl.static_range(CHUNKS):
-        weight = weights[chunk * CHUNK // GROUP if FOLDED > 0 else 0]
-        result = result + (tl.dot(tl.trans(keys[chunk]), weight, out_t[chunk] * shrink, input_precision=PRECISION),)
+        if FOLDED > 0 and chunk * CHUNK % GROUP == 0:
+            weight = (p * (sigma[chunk * CHUNK // GROUP] * HEADROOM)[:, None]).to(LATENT_TYPE)
+        result = result + (tl.dot(tl.trans(keys[chunk]), weight, out_t[chunk], input_precision=PRECISION),)
     return result

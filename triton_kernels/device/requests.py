@@ -1,9 +1,11 @@
-"""Which request a tile of rows belongs to, when tiles of all requests stand on one grid axis.
+"""Which request of a ragged batch, given by `start_loc [B + 1]`, a tile of rows or a token belongs to.
 
 A request's rows are its query tokens times its heads, token-major. Request `b` owns the tiles from
 `(query_start_loc[b] - query_start_loc[0]) * heads // ROWS + b` on: consecutive starts are at least as far apart as the
 request has tiles, so the grid size `tokens * heads // ROWS + requests + 1` follows from capacities alone and no prefix
 sum over tiles is needed. Tokens before query_start_loc[0] belong to nobody, so that the last requests can run alone.
+
+Programs that take any tokens, whosever they are, look up each of theirs instead.
 """
 
 import triton
@@ -31,4 +33,23 @@ def find_request(query_start_loc, tile, requests, heads, ROWS: tl.constexpr):
             low = middle
         else:
             high = middle - 1
+    return low
+
+
+@triton.jit
+def find_token_requests(start_loc, requests, token):
+    """For each token the last b in [0, B] with start_loc[b] <= token, by bisection; B stands for padding tokens.
+
+    start_loc  pointer to int32 [B + 1], ascending from 0
+    token      int32, a block of any shape
+    """
+    low = tl.zeros_like(token)
+    high = low + requests
+    span = requests
+    while span > 0:
+        middle = (low + high + 1) // 2
+        before = tl.load(start_loc + middle) <= token
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle - 1)
+        span = span // 2
     return low

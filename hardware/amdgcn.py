@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from pagedmla.triton_kernels.loops import Instruction, Loop, main_loop
+from pagedmla.hardware.loops import Instruction, Loop, main_loop
 
 _LABEL = re.compile(r"^(\.L?BB\w+|\w+):$")
 _INSTRUCTION = re.compile(r"^(?P<opcode>[a-z]+_[a-z]\w*)\b(?P<operands>.*)$")

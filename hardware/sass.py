@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from pagedmla.triton_kernels.loops import Instruction, Loop, main_loop
+from pagedmla.hardware.loops import Instruction, Loop, main_loop
 
 _LABEL = re.compile(r"^(\.L_x_\w+|\$?[\w.$]+):$")
 _INSTRUCTION = re.compile(

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pagedmla.triton_kernels import amdgcn, sass
-from pagedmla.triton_kernels.loops import Instruction
-from pagedmla.triton_kernels.targets import Target
+from pagedmla.hardware import amdgcn, sass
+from pagedmla.hardware.loops import Instruction
+from pagedmla.hardware.targets import Target
 
 
 @dataclass(frozen=True)

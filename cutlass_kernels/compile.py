@@ -1,0 +1,127 @@
+"""Rows of the compile table: what each variant costs, read from its cubin. Needs the DSL, no GPU.
+
+contract   `compile_variant` builds one variant and returns its row, `compile_all` a list of rows, in the form that
+           triton_kernels/footprint.py gives Triton's
+refusal    a variant that can't be built, or that an SM can't hold, gives a row with the reason, not an exception
+files      with `cache` the cubins are kept there; with `out_dir`: NAME.TARGET.cubin, .ptx and .sass
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagedmla.cutlass_kernels import resources
+from pagedmla.cutlass_kernels.build import ALL, ARCHITECTURE, Built, build, installed_dsl, make_cubin
+from pagedmla.cutlass_kernels.cubin_cache import CubinCache
+from pagedmla.cutlass_kernels.tiles import KEYS, WARPS
+from pagedmla.cutlass_kernels.variants import CombineVariant, Variant
+from pagedmla.hardware import footprint, sass
+from pagedmla.hardware.loops import Instruction, natural_loops
+from pagedmla.hardware.targets import find_target
+from pagedmla.kv_cache.layouts import get_layout
+
+REPORT = Path("bench", "results", "compile-cutlass.json")
+_TENSOR_COPY = "UTMALDG"
+
+
+def compile_all(
+    variants: Iterable[Variant | CombineVariant] = ALL,
+    *,
+    cache: CubinCache | None = None,
+    out_dir: str | Path | None = None,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Build variants, some seconds each. `on_row` sees each row as soon as it is there."""
+    rows = []
+    for variant, built in build(list(variants)):
+        if isinstance(built, str):
+            row = _refusal(variant, built)
+        else:
+            row = _row(variant, built)
+            if cache is not None:
+                cache.keep(make_cubin(variant, built))
+            if out_dir is not None:
+                _write(Path(out_dir), variant, built)
+        rows.append(row)
+        if on_row:
+            on_row(row)
+    return rows
+
+
+def compile_variant(variant: Variant | CombineVariant, out_dir: str | Path | None = None) -> dict[str, Any]:
+    """Build one variant; its row."""
+    return compile_all([variant], out_dir=out_dir)[0]
+
+
+def write_report(rows: Sequence[Mapping[str, Any]], path: str | Path = REPORT) -> None:
+    """Rows as JSON, one a line."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+def warp_instructions_per_token(code: Sequence[Instruction]) -> float | None:
+    """Instructions of all warps of a CTA for one token of the cache, rare branches included; None without a main loop.
+
+    A trip of the consumers' loop (the one that multiplies) covers a tile for each consumer, so a tile costs one trip of
+    one warpgroup; one producer warp runs a trip of its own (the innermost that copies) for each tile.
+    """
+    main = sass.find_main_loop(code)
+    if main is None:
+        return None
+    copying = [loop for loop in natural_loops(code) if any(_TENSOR_COPY in code[i].opcode for i in loop.body)]
+    producer = min((len(loop.body) for loop in copying), default=0)
+    return (len(main.body) * WARPS + producer) / KEYS
+
+
+def _about(variant: Variant | CombineVariant) -> dict[str, Any]:
+    about = {
+        "executor": "cutlass",
+        "target": find_target(ARCHITECTURE),
+        "rows": variant.rows,
+        "compiler": installed_dsl(),
+    }
+    options: dict[str, Any] = {"variant": variant.name, "dtype": variant.dtype}
+    if isinstance(variant, CombineVariant):
+        return {**about, "kernel": "merge", "layout": "", "options": options}
+    shape = variant.shape
+    options |= {"precision": shape.precision, "terms": shape.terms, "rope": shape.rope, "stages": shape.stages}
+    options |= {"cluster": variant.cluster, "box": variant.box}
+    return {**about, "kernel": "decode", "layout": variant.layout, "options": options}
+
+
+def _row(variant: Variant | CombineVariant, built: Built) -> dict[str, Any]:
+    about, shared = _about(variant), variant.shared_bytes
+    if shared > about["target"].shared_per_block:
+        reason = f"needs {shared} bytes of shared memory a CTA; {ARCHITECTURE} has {about['target'].shared_per_block}"
+        return footprint.refusal_row(**about, reason=reason)
+    code = sass.parse(resources.disassemble(built.cubin))
+    main = sass.find_main_loop(code)
+    body = [code[i] for i in main.body] if main else []
+    cost = footprint.Footprint(
+        registers=resources.read_resources(built.cubin).registers,
+        warps=variant.threads // 32,
+        shared_bytes=shared,
+        spill_words=sass.spill_words(code),
+        spill_words_in_loop=sass.spill_words(body),
+        instructions=len(body),
+    )
+    bytes_per_token = get_layout(variant.layout).bytes_per_token if isinstance(variant, Variant) else None
+    row = footprint.report_row(**about, footprint=cost, tokens=None, bytes_per_token=bytes_per_token)
+    per_token = warp_instructions_per_token(code)  # two loops, of different roles: not the form's own arithmetic
+    return {**row, "warp_instructions_per_token": None if per_token is None else round(per_token, 1)}
+
+
+def _refusal(variant: Variant | CombineVariant, reason: str) -> dict[str, Any]:
+    return footprint.refusal_row(**_about(variant), reason=reason)
+
+
+def _write(folder: Path, variant: Variant | CombineVariant, built: Built) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"{variant.name}.{ARCHITECTURE}"
+    (folder / f"{stem}.ptx").write_text(built.ptx)
+    (folder / f"{stem}.cubin").write_bytes(built.cubin)
+    (folder / f"{stem}.sass").write_text(resources.disassemble(built.cubin))

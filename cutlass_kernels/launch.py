@@ -1,0 +1,292 @@
+"""From tensors to a launch: checks, tensor maps, launch attributes and the stream.
+
+A launcher is one variant on one device. Making one loads its cubins, so make it before a graph is captured; a call
+checks, packs and launches, and is safe in a capture. What depends on shapes, strides and places alone is worked out
+once for each; the stream is torch's current one, asked for in every call.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pagedmla.cutlass_kernels.arguments import COMBINE, DECODE
+from pagedmla.cutlass_kernels.cubin_cache import Cubin, CubinCache
+from pagedmla.cutlass_kernels.driver import CudaDriver, Driver
+from pagedmla.cutlass_kernels.loaded_kernel import LoadedKernel
+from pagedmla.cutlass_kernels.tensor_maps import plane_map
+from pagedmla.cutlass_kernels.tiles import LATENT, PANEL_BYTES, ROPE
+from pagedmla.cutlass_kernels.variants import COMBINES, Variant
+from pagedmla.kv_cache.checks import INDEX_DTYPES, ceildiv, expect_same_device, refuse
+from pagedmla.kv_cache.layouts import RowPlanes
+
+LOG2E = math.log2(math.e)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_Q_ALIGNMENT = 16  # bytes, of each row of q
+_OUT_ALIGNMENT = 4
+_HELD = 4096  # of each kind of what is worked out once; what is let go is worked out again
+
+_Key = tuple[Any, ...]
+_Worked = TypeVar("_Worked")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch of split requests, for at most `partitions` pieces of `rows` query rows."""
+
+    partial_out: Tensor  # [partitions, rows, 512] float32
+    partial_lse: Tensor  # [partitions, rows] float32
+    pieces: Tensor  # [rows] int32
+    partitions: int
+    rows: int
+
+    @classmethod
+    def empty(cls, partitions: int, rows: int, device: torch.device | str) -> Workspace:
+        return cls(
+            torch.empty(partitions, rows, LATENT, dtype=torch.float32, device=device),
+            torch.empty(partitions, rows, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.int32, device=device),
+            partitions,
+            rows,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.partial_out, self.partial_lse, self.pieces)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class DecodeLauncher:
+    """A variant of the decode kernel on one device, with the kernel that merges what it cut.
+
+    `device` is the device's number, `current_stream` gives a stream's handle.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        driver: Driver,
+        device: int,
+        decode: Cubin,
+        combine: Cubin,
+        current_stream: Callable[[], int],
+    ) -> None:
+        self.variant = variant
+        self._driver, self._device = driver, device
+        self._threads = threading.local()  # those that are known to have a context
+        driver.make_current(device)
+        self._decode = LoadedKernel(driver, decode, DECODE)
+        self._combine = LoadedKernel(driver, combine, COMBINE)
+        self._grid = self._decode.clusters_held() * variant.cluster
+        self._current_stream = current_stream
+        self._dtype = _DTYPES[variant.dtype]
+        self._pools: dict[_Key, dict[str, Any]] = {}
+        self._forms: dict[_Key, dict[str, int]] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        planes: RowPlanes,
+        lookup_table: Tensor,
+        cache_lengths: Tensor,
+        query_start_loc: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        workspace: Workspace,
+        *,
+        sm_scale: float,
+        causal: bool = True,
+        num_partitions: int = 1,
+        scales_lookup_table: Tensor | None = None,
+    ) -> None:
+        """`q [T, H, 576]` over the pages of `planes` into `out [T, H, 512]` and `lse [T, H]` float32.
+
+        The rest is as in `reference.attention.attend`. ValueError names what this variant doesn't take; no device value
+        is read.
+        """
+        if q.numel() == 0:
+            return
+        scales, scales_table = planes.scales, scales_lookup_table
+        if scales is None:
+            refuse("planes.scales", f"float32 scales for {self.variant.name}", None)
+        if scales_table is None:
+            scales_table = lookup_table
+        tensors = (q, out, lse, lookup_table, scales_table, cache_lengths, query_start_loc)
+        form = self._form(tensors)
+        q_address, out_address = q.data_ptr(), out.data_ptr()
+        if q_address % _Q_ALIGNMENT or out_address % _OUT_ALIGNMENT:
+            refuse(
+                "q, out", f"first bytes at multiples of {_Q_ALIGNMENT}, {_OUT_ALIGNMENT}", f"{q_address}, {out_address}"
+            )
+        rows = form["rows"]
+        if rows > workspace.rows or num_partitions > workspace.partitions:
+            room, wanted = (
+                f"room for {workspace.partitions} partitions of {workspace.rows} rows",
+                (num_partitions, rows),
+            )
+            refuse("workspace", "room for {} partitions of {} rows".format(*wanted), room)
+        values = {
+            **form,
+            **self._pool(planes, scales),
+            "q": q_address,
+            "lookup_table": lookup_table.data_ptr(),
+            "scales": scales.data_ptr(),
+            "scales_lookup_table": scales_table.data_ptr(),
+            "cache_lengths": cache_lengths.data_ptr(),
+            "query_start_loc": query_start_loc.data_ptr(),
+            "out": out_address,
+            "lse": lse.data_ptr(),
+            "partial_out": workspace.partial_out.data_ptr(),
+            "partial_lse": workspace.partial_lse.data_ptr(),
+            "pieces": workspace.pieces.data_ptr(),
+            "partitions": num_partitions,
+            "causal": int(causal),
+            "scale_log2": sm_scale * LOG2E,
+        }
+        if not hasattr(self._threads, "known"):
+            self._driver.make_current(self._device)
+            self._threads.known = True
+        stream = self._current_stream()
+        self._decode.launch(stream, self._grid, values)
+        if num_partitions > 1:
+            self._combine.launch(stream, ceildiv(rows, self._combine.cubin.rows), values)
+
+    # What depends on shapes, strides, types and devices alone.
+
+    def _form(self, tensors: tuple[Tensor, ...]) -> dict[str, int]:
+        """Sizes and strides among the arguments. `tensors`: q, out, lse, both tables, both length vectors."""
+        key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        form = self._forms.get(key)
+        if form is None:
+            form = _hold(self._forms, key, self._check_form(*tensors))
+        return form
+
+    def _check_form(
+        self,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lookup_table: Tensor,
+        scales_table: Tensor,
+        cache_lengths: Tensor,
+        query_start_loc: Tensor,
+    ) -> dict[str, int]:
+        tables = {"lookup_table": lookup_table, "scales_lookup_table": scales_table}
+        lengths = {"cache_lengths": cache_lengths, "query_start_loc": query_start_loc}
+        expect_same_device(q, "q", out=out, lse=lse, **tables, **lengths)
+        tokens, heads, width = q.shape
+        if width != LATENT + ROPE or q.dtype != self._dtype or q.stride(2) != 1:
+            refuse("q", f"[T, H, {LATENT + ROPE}] {self.variant.dtype} with adjacent columns", q)
+        if (q.stride(0) | q.stride(1)) * q.element_size() % _Q_ALIGNMENT:
+            refuse("q", f"rows that begin at multiples of {_Q_ALIGNMENT} bytes", f"strides {q.stride()}")
+        if out.shape != (tokens, heads, LATENT) or out.dtype != self._dtype or out.stride(2) != 1:
+            refuse("out", f"[{tokens}, {heads}, {LATENT}] {self.variant.dtype} with adjacent columns", out)
+        if (out.stride(0) | out.stride(1)) * out.element_size() % _OUT_ALIGNMENT:
+            refuse("out", f"rows that begin at multiples of {_OUT_ALIGNMENT} bytes", f"strides {out.stride()}")
+        if lse.shape != (tokens, heads) or lse.dtype != torch.float32 or not lse.is_contiguous():
+            refuse("lse", f"[{tokens}, {heads}] float32, contiguous", lse)
+        batch = cache_lengths.shape[0]
+        for name, table in tables.items():
+            if table.dim() != 2 or table.shape[0] != batch or table.dtype not in INDEX_DTYPES:
+                refuse(name, f"[{batch}, *] int32 or uint32", table)
+            if table.shape[1] > 1 and table.stride(1) != 1:
+                refuse(name, "adjacent columns (stride(1) 1)", f"strides {table.stride()}")
+        for (name, vector), size in zip(lengths.items(), (batch, batch + 1), strict=True):
+            if vector.shape != (size,) or vector.dtype not in INDEX_DTYPES or not vector.is_contiguous():
+                refuse(name, f"[{size}] int32 or uint32, contiguous", vector)
+        return {
+            "stride_q_token": q.stride(0),
+            "stride_q_head": q.stride(1),
+            "stride_out_token": out.stride(0),
+            "stride_out_head": out.stride(1),
+            "stride_table": lookup_table.stride(0),
+            "stride_scales_table": scales_table.stride(0),
+            "batch": batch,
+            "tokens": tokens,
+            "heads": heads,
+            "rows": tokens * heads,
+        }
+
+    # What depends on a pool and where it lies.
+
+    def _pool(self, planes: RowPlanes, scales: Tensor) -> dict[str, Any]:
+        """Both maps, page size and scale strides of a layer."""
+        latent, rope = planes.latent, planes.rope
+        key = (
+            *(latent.data_ptr(), latent.shape, latent.stride(), latent.dtype, latent.device),
+            *(rope.data_ptr(), rope.shape, rope.stride(), rope.dtype, planes.rope_scaled),
+            *(scales.shape, scales.stride(), scales.dtype),
+        )
+        pool = self._pools.get(key)
+        if pool is None:
+            pool = _hold(self._pools, key, self._map_pool(planes, scales))
+        return pool
+
+    def _map_pool(self, planes: RowPlanes, scales: Tensor) -> dict[str, Any]:
+        variant, latent, rope = self.variant, planes.latent, planes.rope
+        pages, page_size, width = latent.shape
+        if page_size not in variant.page_sizes:
+            refuse("planes", f"pages of {' or '.join(map(str, variant.page_sizes))} for {variant.name}", f"{page_size}")
+        if width != LATENT or latent.element_size() != 1:
+            refuse("planes.latent", f"[*, {page_size}, {LATENT}] e4m3", latent)
+        kind = "e4m3" if rope.element_size() == 1 else "scaled_bf16" if planes.rope_scaled else "bf16"
+        if rope.shape != (pages, page_size, ROPE) or kind != variant.shape.rope:
+            refuse("planes.rope", f"[{pages}, {page_size}, {ROPE}] {variant.shape.rope} for {variant.name}", rope)
+        if scales.shape[1:] != (page_size, 1) or scales.dtype != torch.float32:
+            refuse("planes.scales", f"[*, {page_size}, 1] float32 for {variant.name}", scales)
+        expect_same_device(latent, "planes.latent", rope=rope, scales=scales)
+        return {
+            "latent_map": self._driver.encode(plane_map(latent, "planes.latent", PANEL_BYTES, variant.box)),
+            "rope_map": self._driver.encode(plane_map(rope, "planes.rope", variant.shape.rope_bytes, variant.box)),
+            "page_shift": page_size.bit_length() - 1,
+            "stride_scale_page": scales.stride(0),
+            "stride_scale_slot": scales.stride(1),
+        }
+
+
+def _hold(held: dict[_Key, _Worked], key: _Key, worked: _Worked) -> _Worked:
+    if len(held) >= _HELD:
+        held.clear()
+    held[key] = worked
+    return worked
+
+
+_making = threading.Lock()
+
+
+def launcher(variant: Variant, device: torch.device) -> Callable[..., None]:
+    """The launcher of a variant on a CUDA device; called like a DecodeLauncher, whichever device is current.
+
+    Made at the first call: its cubins are loaded, and built before that where there are none and the DSL is installed.
+    """
+    with _making:
+        index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
+        return _launcher(variant, index)
+
+
+@cache
+def _launcher(variant: Variant, index: int) -> Callable[..., None]:
+    from pagedmla.cutlass_kernels.build import on_demand
+
+    cubins = CubinCache()
+    decode = on_demand(variant, cubins)
+    combine = on_demand(next(each for each in COMBINES if each.dtype == variant.dtype), cubins)
+    with torch.cuda.device(index):
+        made = DecodeLauncher(
+            variant, CudaDriver(), index, decode, combine, lambda: int(torch.cuda.current_stream(index).cuda_stream)
+        )
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if torch.cuda.current_device() == index:
+            return made(*args, **kwargs)
+        with torch.cuda.device(index):
+            return made(*args, **kwargs)
+
+    return call

@@ -1,0 +1,299 @@
+"""Who waits where: the decode kernel's barriers as a table. The kernel builds its pipelines from it.
+
+ring      buffers (`stages`) in shared memory, used in turn. Each stage has a full barrier, on which writers arrive,
+          and an empty barrier, on which readers arrive. Fill f of a ring lies in stage f % stages.
+role      warps that do the same steps. For each work item: `before`, a trip for every `stride`-th block, `after`.
+step      an action on the fill of a block: a trip at block j names block j, or j - 1 by `block=-1`. Where an item has
+          no such block the step is left out; so the trip at j = blocks, if a role has one, only looks back.
+parity    mbarriers tell phases apart by one bit: a wait for parity p passes once the current phase has the other one.
+
+Actions, in the order that a fill lives through:
+
+    ACQUIRE   wait until the stage is empty                       RELEASE   arrive on empty: the stage was read
+    ARM       arrive on full and announce the bytes of the copies WAIT      wait until the stage is full
+    COPY      start tensor copies; their bytes count when they land
+    FETCH     start a thread's own asynchronous copies; they arrive on full when they land
+    COMMIT    arrive on full: what the threads wrote is there
+    MEET      wait until all roles of a meeting have come this far
+
+In a cluster each CTA has its own barriers. A multicast ring is copied by all CTAs together: a COPY lands in every one,
+so a RELEASE arrives in every one. `interleavings.check` walks all orders in which the steps can happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+REGISTERS_PER_SM = 65536
+_BARRIER_BYTES = 8
+_WARPGROUP = 4  # warps
+
+
+class Action(Enum):
+    ACQUIRE = "acquire"
+    ARM = "arm"
+    COPY = "copy"
+    FETCH = "fetch"
+    COMMIT = "commit"
+    WAIT = "wait"
+    RELEASE = "release"
+    MEET = "meet"
+
+
+class Unit(Enum):
+    """How often a ring is filled."""
+
+    BLOCK = "block"
+    ITEM = "item"
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Buffers used in turn. `full` and `empty` are what their barriers are initialised with."""
+
+    name: str
+    stages: int
+    full: int  # arrivals that fill a stage, transactions aside
+    empty: int  # arrivals that empty one, those of other CTAs included
+    unit: Unit = Unit.BLOCK
+    multicast: bool = False
+    first_wait: int = 0  # parity for which a reader of fill 0 waits
+    first_acquire: int = 1  # that for which its writer waits: passes on a fresh barrier
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or self.full < 1 or self.empty < 1:
+            raise ValueError(
+                f"ring {self.name}: expected at least 1 stage, 1 arrival on full and 1 on empty; "
+                f"got {self.stages}, {self.full} and {self.empty}"
+            )
+
+    # `fill` may be an int, an array or a value of the kernel's language.
+
+    def stage(self, fill: Any) -> Any:
+        return fill % self.stages
+
+    def wait_parity(self, fill: Any) -> Any:
+        return ((fill // self.stages) ^ self.first_wait) & 1
+
+    def acquire_parity(self, fill: Any) -> Any:
+        return ((fill // self.stages) ^ self.first_acquire) & 1
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Roles that wait for each other: of their CTA (a named barrier), or of all CTAs of the cluster."""
+
+    name: str
+    roles: tuple[str, ...]
+    across_cluster: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One action on a ring, or at a meeting. `arrivals`: how many it makes on each barrier that it arrives on."""
+
+    action: Action
+    ring: str
+    block: int = 0
+    arrivals: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.action.value} {self.ring}"
+
+
+@dataclass(frozen=True)
+class Role:
+    """Warps that do the same steps. `registers` is what a thread holds after setmaxnreg."""
+
+    name: str
+    warps: int
+    registers: int
+    trip: tuple[Step, ...]
+    before: tuple[Step, ...] = ()
+    after: tuple[Step, ...] = ()
+    finish: tuple[Step, ...] = ()  # once, after the last item
+    first: int = 0
+    stride: int = 1
+
+    def trips(self, blocks: int) -> range:
+        """Blocks at which a trip starts, with the one past the end where steps look back from there."""
+        lookback = -min((step.block for step in self.trip), default=0)
+        return range(self.first, blocks + lookback, self.stride)
+
+    def steps(self, blocks: int) -> Iterator[tuple[Step, int]]:
+        """Steps of an item, each with its block (-1 for those that stand once an item)."""
+        yield from ((step, -1) for step in self.before)
+        for j in self.trips(blocks):
+            yield from ((step, j + step.block) for step in self.trip if 0 <= j + step.block < blocks)
+        yield from ((step, -1) for step in self.after)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Rings and roles of one CTA; `cluster` CTAs run it side by side on the same blocks.
+
+    Roles take the CTA's warps in the table's order.
+    """
+
+    rings: tuple[Ring, ...]
+    roles: tuple[Role, ...]
+    meetings: tuple[Meeting, ...] = ()
+    cluster: int = 1
+    _rings: dict[str, Ring] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rings", {ring.name: ring for ring in self.rings})
+        for role in self.roles:
+            for step in (*role.before, *role.trip, *role.after, *role.finish):
+                meets = step.action is Action.MEET
+                meetings = [meeting.name for meeting in self.meetings if role.name in meeting.roles]
+                known = meetings if meets else list(self._rings)
+                if step.ring not in known:
+                    raise ValueError(f"{role.name}: {step}: expected one of {', '.join(known)}; got {step.ring}")
+            if role.warps % _WARPGROUP == 0 and role.registers % 8:
+                raise ValueError(f"{role.name}: setmaxnreg takes multiples of 8; got {role.registers}")
+        registers = sum(32 * role.warps * role.registers for role in self.roles)
+        if registers > REGISTERS_PER_SM:
+            raise ValueError(f"roles hold {registers} registers; an SM has {REGISTERS_PER_SM}")
+
+    @property
+    def threads(self) -> int:
+        return 32 * sum(role.warps for role in self.roles)
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Shared memory of all barriers."""
+        return 2 * _BARRIER_BYTES * sum(ring.stages for ring in self.rings)
+
+    def ring(self, name: str) -> Ring:
+        return self._rings[name]
+
+    def role(self, name: str) -> Role:
+        return next(role for role in self.roles if role.name == name)
+
+    def full_offset(self, ring: str, stage: Any) -> Any:
+        """Byte of a full barrier; per ring all full ones stand first, then all empty ones."""
+        names = [each.name for each in self.rings]
+        before = sum(2 * each.stages for each in self.rings[: names.index(ring)])
+        return _BARRIER_BYTES * (before + stage)
+
+    def empty_offset(self, ring: str, stage: Any) -> Any:
+        return self.full_offset(ring, stage) + _BARRIER_BYTES * self._rings[ring].stages
+
+    @contextmanager
+    def following(self, role: str, section: str, blocks: tuple[int, ...] = (-1, 0)) -> Iterator[Callable[..., Step]]:
+        """Hold the code of a section ("before", "trip", "after", "finish") to the table while the kernel is traced.
+
+        The code calls what it is given as (action, ring, block) for each step that it emits, and gets the table's step.
+        `blocks` are the relative blocks that this copy of the trip has: (0,) in a first trip, (-1,) past the end.
+        RuntimeError names the first step that differs, or the one that is left over.
+        """
+        steps: tuple[Step, ...] = getattr(self.role(role), section)
+        expected = [s for s in steps if section != "trip" or s.block in blocks]
+        position = 0
+
+        def follow(action: Action, ring: str, block: int = 0) -> Step:
+            nonlocal position
+            got = (action, ring, block)
+            step = expected[position] if position < len(expected) else None
+            if step is None or (step.action, step.ring, step.block) != got:
+                wanted = f"{step} of block {step.block:+d}" if step else "no more steps"
+                raise RuntimeError(
+                    f"{role}, {section}, step {position}: the table has {wanted}; "
+                    f"the kernel does {action.value} {ring} of block {block:+d}"
+                )
+            position += 1
+            return step
+
+        yield follow
+        if position < len(expected):
+            raise RuntimeError(f"{role}, {section}: the kernel leaves out step {position}, {expected[position]}")
+
+
+def decode_protocol(
+    key_stages: int,
+    *,
+    probability_stages: int = 2,
+    cluster: int = 1,
+    producer_warps: int = 4,
+    producer_registers: int = 24,
+    consumer_registers: int = 240,
+) -> Protocol:
+    """One producer and two consumer warpgroups, which score alternate blocks and own half of the output columns each.
+
+    Block j is scored by consumer j % 2: it waits for the running maximum of block j - 1, publishes its P, then
+    multiplies both blocks' P into its columns. So one's scores of block j run beside the other's of block j - 1.
+
+    keys           latent, rope and sigma of a block; sigma comes by the producer warp's own asynchronous copies
+    probabilities  P of a block, its rows' maxima and factors; both consumers read it
+    queries        quantised by both consumers, half the rows each; read until the item's last scores
+    """
+    both = 2
+    rings = (
+        Ring("keys", key_stages, full=1 + 32, empty=both * cluster, multicast=cluster > 1),
+        Ring("probabilities", probability_stages, full=1, empty=both),
+        Ring("queries", 1, full=both, empty=both, unit=Unit.ITEM),
+    )
+    names = ("producer", "consumer0", "consumer1")
+    meetings: tuple[Meeting, ...] = (Meeting("consumers", names[1:]),)
+    goodbye: tuple[Step, ...] = ()
+    if cluster > 1:  # nobody may arrive at a CTA that has left
+        meetings += (Meeting("cluster", names, across_cluster=True),)
+        goodbye = (Step(Action.MEET, "cluster"),)
+    producer = Role(
+        names[0],
+        producer_warps,
+        producer_registers,
+        trip=(
+            Step(Action.ACQUIRE, "keys"),
+            Step(Action.ARM, "keys", arrivals=1),
+            Step(Action.COPY, "keys"),
+            Step(Action.FETCH, "keys", arrivals=32),
+        ),
+        finish=goodbye,
+    )
+    return Protocol(
+        rings,
+        (producer, *(_consumer(w, consumer_registers, goodbye) for w in range(both))),
+        meetings,
+        cluster,
+    )
+
+
+def _consumer(which: int, registers: int, goodbye: tuple[Step, ...]) -> Role:
+    """Steps of a trip at its own block j. Every arrival is one elected thread's, after the warpgroup has met."""
+    return Role(
+        f"consumer{which}",
+        _WARPGROUP,
+        registers,
+        before=(
+            Step(Action.ACQUIRE, "queries"),
+            Step(Action.COMMIT, "queries", arrivals=1),
+            Step(Action.WAIT, "queries"),
+        ),
+        trip=(
+            Step(Action.WAIT, "keys"),  # scores of j
+            Step(Action.WAIT, "probabilities", -1),  # the running maximum
+            Step(Action.ACQUIRE, "probabilities"),
+            Step(Action.COMMIT, "probabilities", arrivals=1),
+            Step(Action.WAIT, "keys", -1),  # products of j - 1
+            Step(Action.WAIT, "probabilities", -1),
+            Step(Action.RELEASE, "probabilities", -1, arrivals=1),
+            Step(Action.RELEASE, "keys", -1, arrivals=1),
+            Step(Action.WAIT, "keys"),  # products of j
+            Step(Action.WAIT, "probabilities"),
+            Step(Action.RELEASE, "probabilities", arrivals=1),
+            Step(Action.RELEASE, "keys", arrivals=1),
+        ),
+        after=(
+            Step(Action.MEET, "consumers"),  # each has its sums where the other reads them
+            Step(Action.RELEASE, "queries", arrivals=1),
+        ),
+        finish=goodbye,
+        first=which,
+        stride=2,
+    )

@@ -1,0 +1,112 @@
+"""Who works on what: tiles of all requests laid end to end and cut into equal shares, one for each worker.
+
+A segment is a request's tile of query rows over all of its keys; its units are tiles of 64 keys (at least one, so that
+an empty request is visited and writes its zeros). Workers are CTAs, or clusters, that stay. Worker w takes units
+w * share .. (w + 1) * share - 1 of all segments in order; a segment that is cut gets partial results, numbered from 0,
+at most `partitions` of them.
+
+Nothing here reads a length on the host: the kernel computes it all from cache_lengths and query_start_loc, so a
+captured graph replays with others. Sums are over int32. Each function takes ints, arrays or values of the DSL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedmla.cutlass_kernels.tiles import KEYS
+
+_KEY_SHIFT = KEYS.bit_length() - 1
+_IMBALANCE = 8  # whole segments are taken while the longest is at most 1/8 above an even share
+
+
+def ceildiv(a: Any, b: Any) -> Any:
+    """For a >= 0, b > 0."""
+    return (a + b - 1) // b
+
+
+def at_least_zero(x: Any) -> Any:
+    """max(0, x) of an int32."""
+    return x & ((x >> 31) ^ -1)
+
+
+def larger(a: Any, b: Any) -> Any:
+    return a + at_least_zero(b - a)
+
+
+def smaller(a: Any, b: Any) -> Any:
+    return a - at_least_zero(a - b)
+
+
+def length_of(cache_length: Any, q_len: Any) -> Any:
+    """kv_len: keys that a request has this step; a padding row (cache_length -1, one token) has none."""
+    return at_least_zero(cache_length + q_len)
+
+
+def tiles_of(kv_len: Any) -> Any:
+    return (kv_len + (KEYS - 1)) >> _KEY_SHIFT
+
+
+def units_of(kv_len: Any) -> Any:
+    """Tiles of keys, at least 1."""
+    tiles = tiles_of(kv_len)
+    return tiles + (((tiles - 1) >> 31) & 1)
+
+
+def row_tiles_of(q_len: Any, heads: Any, rows: int) -> Any:
+    """Segments of a request."""
+    return (q_len * heads + (rows - 1)) // rows
+
+
+def is_whole(total: Any, longest: Any, segments: Any, workers: Any, partitions: Any) -> Any:
+    """1 where no segment is cut: one partition only, or as many workers as segments and hardly any imbalance.
+
+    A cut costs a second prologue and epilogue and a merge, about three tiles' worth; 1/8 of a share is more only in
+    long steps.
+    """
+    even = _is_less(longest * _IMBALANCE, ceildiv(total, workers) * (_IMBALANCE + 1) + 1)
+    return _is_less(partitions, 2) | ((_is_less(workers, segments) ^ 1) & even)
+
+
+def share_of(total: Any, longest: Any, workers: Any, partitions: Any) -> Any:
+    """Units of a worker, at least 1.
+
+    A segment of n units that starts anywhere is cut into at most (n - 2) // share + 2 pieces: share is raised until
+    the longest has no more than `partitions`.
+    """
+    even = larger(ceildiv(total, workers), 1)
+    cut = larger(partitions - 1, 1)
+    return larger(even, at_least_zero(longest - 2) // cut + 1)
+
+
+def first_unit(worker: Any, share: Any) -> Any:
+    return worker * share
+
+
+def piece_of(worker: Any, start: Any, units: Any, share: Any) -> tuple[Any, Any, Any, Any]:
+    """What of a segment (its first unit overall, its units) is a worker's: begin, end, piece number, pieces in all.
+
+    begin >= end: nothing. An uncut segment belongs to `owner_of`.
+    """
+    first = start // share
+    last = (start + units - 1) // share
+    begin = larger(first_unit(worker, share) - start, 0)
+    end = smaller(first_unit(worker, share) + share - start, units)
+    return begin, end, worker - first, last - first + 1
+
+
+def owner_of(segment: Any, start: Any, segments: Any, workers: Any, share: Any) -> Any:
+    """The worker of an uncut segment: one each where they suffice, else the one in whose share it starts."""
+    enough = _is_less(workers, segments) ^ 1
+    return enough * segment + (enough ^ 1) * (start // share)
+
+
+def rows_limit(cache_length: Any, kv_len: Any, token: Any, causal: bool) -> Any:
+    """Keys that a query token sees: those up to its own position, or all."""
+    if not causal:
+        return kv_len
+    return smaller(at_least_zero(cache_length + token + 1), kv_len)
+
+
+def _is_less(a: Any, b: Any) -> Any:
+    """1 where a < b, else 0, of int32 whose difference fits."""
+    return ((a - b) >> 31) & 1

@@ -1,0 +1,136 @@
+"""Values of a tile: O^T += V^T P^T for a consumer's 256 columns, V^T made in registers from the tile of keys.
+
+A column tile of 64 is summed over the tile's 64 keys in WGMMA and added to O in float32, with the tile's own weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.cute.nvgpu.warpgroup as warpgroup
+from cutlass import Float32, Int32
+
+from pagedmla.cutlass_kernels import fragments, operands, ptx
+from pagedmla.cutlass_kernels.consumer import Consumer, count, issue
+from pagedmla.cutlass_kernels.operands import Instruction
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, COLUMNS, KEYS, PANEL_BYTES, PROBABILITY_STAGES
+from pagedmla.cutlass_kernels.traced import Traced
+from pagedmla.cutlass_kernels.work import Keys
+
+
+class Values(Traced):
+    """The value product's operands; `outputs`: O, accumulators [64 columns, part_rows] by column tile and part.
+
+    More than 32 rows are multiplied in two parts: their sums beside O take half the registers.
+    """
+
+    def __init__(self, consumer: Consumer) -> None:
+        self.consumer, self.shape = consumer, consumer.shape
+        self.part_rows = min(self.shape.rows, 32)
+        self.parts = self.shape.rows // self.part_rows
+        self.mma = Instruction(operands.content_type(self.shape), self.part_rows, True)
+        p = operands.probabilities(consumer.smem, self.shape, self.part_rows)
+        self.p = self.mma.fragments_b(p, consumer.place.thread)
+        self.outputs = [[consumer.accumulator(self.part_rows) for _ in range(self.parts)] for _ in range(COLUMN_TILES)]
+        self.steps = KEYS * self.shape.element_bytes // 32
+
+    def clear(self) -> None:
+        for output in self.outputs:
+            for part in output:
+                part.fill(0.0)
+
+    def pair(self, tile: int, column: int) -> tuple[Any, Any]:
+        """O of one of the thread's query rows at two neighbouring latent columns (see fragments.output_column)."""
+        part, within = divmod(column, self.part_rows // 4)
+        i = 4 * (within >> 1) + (within & 1)
+        return self.outputs[tile][part][i], self.outputs[tile][part][i + 2]
+
+    @cute.jit
+    def __call__(self, keys: Keys, tile: Int32, block: cutlass.Constexpr) -> None:
+        """Add a tile of the item's keys; `block`: see Barriers."""
+        consumer, barriers = self.consumer, self.consumer.barriers
+        fill, live = keys.fill + tile, keys.kv_len - keys.first - tile * KEYS
+        barriers.wait("keys", fill, block)
+        barriers.wait("probabilities", fill, block)
+        if live < KEYS:
+            self._zero(fill, live)
+        slot = fill % PROBABILITY_STAGES
+        flags = consumer.smem_address + self.shape.place("rescale") + 16 * slot
+        moved = ptx.load_shared(Int32, flags, 2)
+        any_moved = moved[0] | moved[1] if self.shape.rows > 32 else moved[0]
+        if any_moved != 0:
+            self._decay(consumer.own(Float32, "decay", slot))
+        self._multiply(fill, slot, consumer.own(Float32, "rise", slot))
+        consumer.meet()
+        if consumer.is_first():
+            barriers.release("probabilities", fill, block)
+            barriers.release("keys", fill, block)
+
+    def _decay(self, decays: list[Any]) -> None:
+        for output in self.outputs:
+            for part, values in enumerate(output):
+                for i in range(count(values)):
+                    values[i] = values[i] * decays[self._column(part, i)]
+
+    def _multiply(self, fill: Any, slot: Any, rises: list[Any]) -> None:
+        at_once = COLUMN_TILES if self.parts == 1 else 1
+        base = self.consumer.latent(fill)
+        for first in range(0, COLUMN_TILES, at_once):
+            started = []
+            for tile in range(first, first + at_once):
+                a = self._transpose(base, tile)
+                for part in range(self.parts):
+                    total = self.consumer.accumulator(self.part_rows)
+                    where = slot * self.parts + part
+                    pairs = [(a[None, None, k], self.p[None, None, k, where]) for k in range(self.steps)]
+                    issue(self.mma, total, pairs)
+                    started.append((tile, part, total))
+            for i, (tile, part, total) in enumerate(started):
+                warpgroup.wait_group(len(started) - 1 - i)
+                values = self.outputs[tile][part]
+                for j in range(count(values)):
+                    values[j] = values[j] + total[j] * rises[self._column(part, j)]
+
+    def _column(self, part: int, register: int) -> int:
+        """Which of the thread's query rows an accumulator register of a part is."""
+        return part * (self.part_rows // 4) + 2 * (register >> 2) + (register & 1)
+
+    def _transpose(self, base: Any, tile: int) -> Any:
+        """V^T [64 columns, 64 keys] of a column tile as A fragments."""
+        place = self.consumer.place
+        own = base + place.which * fragments.value_step(COLUMN_TILES, 0)
+        source = own + fragments.value_source(place.lane, place.warp)  # own: a multiple of 1024
+        if tile & 1:
+            source = source ^ fragments.ODD_TILE
+        a, words = self.mma.registers_a(KEYS, place.thread)
+        for key in range(0, KEYS, 32):
+            got = ptx.ldmatrix_x4_trans(source, fragments.value_step(tile, key))
+            for half in range(2):
+                pair = got[2 * half], got[2 * half + 1]
+                if self.shape.precision == "fp8":
+                    k = key // 32
+                    words[2 * half, k] = Int32(cute.arch.prmt(*pair, fragments.EVEN_COLUMN_FP8))
+                    words[2 * half + 1, k] = Int32(cute.arch.prmt(*pair, fragments.ODD_COLUMN_FP8))
+                else:
+                    k = key // 16 + half
+                    even = Int32(cute.arch.prmt(*pair, fragments.EVEN_COLUMN_FP16))
+                    odd = Int32(cute.arch.prmt(*pair, fragments.ODD_COLUMN_FP16))
+                    words[0, k], words[2, k] = ptx.unpack_e4m3x4(even)
+                    words[1, k], words[3, k] = ptx.unpack_e4m3x4(odd)
+        return a
+
+    @cute.jit
+    def _zero(self, fill: Int32, live: Int32) -> None:
+        """Clear the consumer's columns of keys that don't exist: whatever they hold, 0 times it must be 0."""
+        place = self.consumer.place
+        base = self.consumer.latent(fill) + place.which * (COLUMNS // PANEL_BYTES) * (KEYS * PANEL_BYTES)
+        units = COLUMNS // 16
+        for unit in cutlass.range(place.thread, (KEYS - live) * units, 128, unroll=1):
+            row = live + unit // units
+            byte = (unit % units) * 16
+            zero = Int32(0)
+            ptx.store_shared(base + fragments.panel_byte(row, byte, KEYS), zero, zero, zero, zero)
+        cute.arch.fence_proxy("async.shared", space="cta")  # a later copy into this stage comes after
+        self.consumer.meet()

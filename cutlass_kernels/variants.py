@@ -1,0 +1,153 @@
+"""Which kernels are compiled: the one list that the dispatcher may choose from, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pagedmla.cutlass_kernels.protocol import Protocol, decode_protocol
+from pagedmla.cutlass_kernels.tiles import KEYS, Shape
+
+PAGE_SIZES = (16, 32, 64, 128, 256)
+DTYPES = ("bf16", "fp16")
+LAYOUT_OF_ROPE = {"bf16": "fp8_rope_bf16", "scaled_bf16": "fp8_rope_bf16_prescaled", "e4m3": "fp8_flat"}
+
+
+_SMALL_BOX = 16
+
+
+def box_for(page_size: int, cluster: int = 1) -> int:
+    """Keys of a tensor copy for pages of that size; it never crosses a page."""
+    whole = KEYS // cluster
+    return whole if page_size >= whole else _SMALL_BOX
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel.
+
+    shape      arithmetic and memory of a CTA
+    cluster    CTAs that share the keys by multicast, each with rows of its own
+    box        keys that one tensor copy brings: 16 for pages of 16 and 32, else all that a CTA brings of a tile
+    dtype      of q and out: "bf16" or "fp16"
+    """
+
+    shape: Shape
+    cluster: int = 1
+    box: int = KEYS
+    dtype: str = "bf16"
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster: expected 1 or 2; got {self.cluster}")
+        if self.box not in (_SMALL_BOX, self.copied_keys):
+            raise ValueError(f"box: expected {_SMALL_BOX} or {self.copied_keys} keys; got {self.box}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}; got {self.dtype!r}")
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a cluster."""
+        return self.shape.rows * self.cluster
+
+    @property
+    def copied_keys(self) -> int:
+        """Keys of a tile that each CTA of a cluster copies for all."""
+        return KEYS // self.cluster
+
+    @property
+    def copies(self) -> int:
+        """Boxes that a CTA copies for a tile, of latent panel or rope each."""
+        return self.copied_keys // self.box
+
+    @property
+    def layout(self) -> str:
+        return LAYOUT_OF_ROPE[self.shape.rope]
+
+    @property
+    def name(self) -> str:
+        content = self.shape.precision + (f"x{self.shape.terms}" if self.shape.precision == "fp8" else "")
+        return f"mla_decode_{self.layout}_{content}_r{self.rows}_b{self.box}_{self.dtype}"
+
+    @property
+    def threads(self) -> int:
+        return self.protocol.threads
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shape.shared_bytes
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        return tuple(size for size in PAGE_SIZES if box_for(size, self.cluster) == self.box)
+
+    @property
+    def protocol(self) -> Protocol:
+        producer, consumer = (32, 240) if self.shape.rows == 64 else (56, 216)
+        return decode_protocol(
+            self.shape.stages,
+            cluster=self.cluster,
+            producer_registers=producer,
+            consumer_registers=consumer,
+        )
+
+
+@dataclass(frozen=True)
+class CombineVariant:
+    """The kernel that merges the pieces of cut requests."""
+
+    dtype: str = "bf16"
+    reason: str = "merges what the decode kernel cut; rows that weren't cut are left alone"
+
+    cluster: ClassVar[int] = 1
+    rows: ClassVar[int] = 4  # of a CTA, a warp each
+    threads: ClassVar[int] = 128
+    shared_bytes: ClassVar[int] = 0
+
+    @property
+    def name(self) -> str:
+        return f"mla_combine_{self.dtype}"
+
+
+def trace(variant: Variant | CombineVariant) -> Any:
+    """The variant, compiled by the DSL: an object with `__ptx__` (text) and `__cubin__` (bytes). Needs no GPU.
+
+    CUTE_DSL_KEEP must name ptx and cubin before the DSL is first imported.
+    """
+    if isinstance(variant, CombineVariant):
+        from pagedmla.cutlass_kernels.combine import compile_combine
+
+        return compile_combine(variant)
+    from pagedmla.cutlass_kernels.decode_sm90 import compile_decode
+
+    return compile_decode(variant)
+
+
+_REASONS = {
+    16: "16 heads and one token (DeepSeek-V3 under TP8): bound by memory, a tile of 16 rows wastes no row",
+    32: "16 heads and two tokens, or 32 heads: still bound by memory",
+    64: "64 heads, or 16 and four tokens: memory and tensor time are close",
+    128: "128 heads: two CTAs share each key tile by multicast",
+}
+
+
+def _forms(rows: int) -> tuple[tuple[str, int], ...]:
+    """Precisions worth having: while memory binds, the two that its time hides; beyond, e4m3 with one term or two."""
+    return (("fp8", 2), ("fp16", 1)) if rows <= 32 else (("fp8", 1), ("fp8", 2))
+
+
+def _all() -> tuple[Variant, ...]:
+    listed = []
+    for rope in LAYOUT_OF_ROPE:
+        for rows in (16, 32, 64, 128):
+            cluster = rows // 64 or 1
+            for precision, terms in _forms(rows):
+                shape = Shape(rows // cluster, precision, terms, rope)
+                for box in (_SMALL_BOX, KEYS // cluster):
+                    listed.append(Variant(shape, cluster, box, reason=_REASONS[rows]))
+    return tuple(listed)
+
+
+VARIANTS = _all()
+COMBINES = tuple(CombineVariant(dtype) for dtype in DTYPES)

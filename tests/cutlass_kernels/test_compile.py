@@ -1,0 +1,140 @@
+"""Every variant that may be chosen compiles for sm_90a, and its instructions are the ones it was designed to spend.
+
+Needs the DSL and no GPU: what it generates is compiled and disassembled here, never run. Counts of instructions are of
+one trip of a consumer, which covers two tiles of keys; a loop inside it runs LATENT / PROMOTION times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from pagedmla.cutlass_kernels import arguments, build, resources, time_model
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, KEYS, LATENT, PROMOTION, SHARED_BYTES
+from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
+from pagedmla.hardware import sass
+from pagedmla.hardware.cost import H200
+from pagedmla.hardware.loops import Instruction, Loop, natural_loops
+
+pytest.importorskip("cutlass", reason="the CUTLASS Python DSL isn't installed; pip install nvidia-cutlass-dsl[cu13]")
+
+BUDGET_AT_16_ROWS = {"fp8_rope_bf16": 127, "fp8_rope_bf16_prescaled": 127, "fp8_flat": 115}  # warp instructions a key
+
+
+def compiled(variant: Variant | CombineVariant) -> build.Built:
+    ((_, built),) = build.build([variant])
+    assert not isinstance(built, str), built
+    return built
+
+
+def tensor_instructions(code: Sequence[Instruction], loop: Loop) -> list[str]:
+    return [code[i].opcode for i in loop.body if sass.classify(code[i]) == "tensor"]
+
+
+def trip_of_consumer(code: Sequence[Instruction]) -> tuple[Loop, list[Loop], list[Loop]]:
+    """The smallest loop that holds all tensor instructions; loops in it that hold some, and that hold none."""
+    loops = natural_loops(code)
+    most = max(len(tensor_instructions(code, loop)) for loop in loops)
+    trip = min(
+        (loop for loop in loops if len(tensor_instructions(code, loop)) == most), key=lambda loop: len(loop.body)
+    )
+    inside = [loop for loop in loops if set(loop.body) < set(trip.body)]
+    inner = [loop for loop in inside if tensor_instructions(code, loop)]
+    return trip, inner, [loop for loop in inside if not tensor_instructions(code, loop)]
+
+
+def executed(code: Sequence[Instruction], variant: Variant) -> tuple[int, int]:
+    """(instructions of a trip with all of its branches, those of a usual trip).
+
+    A usual trip rescales no O, masks no key and clears no value: these happen in branches (and loops) of their own.
+    """
+    trip, inner, idle = trip_of_consumer(code)
+    every = len(trip.body) + (LATENT // PROMOTION - 1) * sum(len(loop.body) for loop in inner)
+    rescale = 2 * COLUMN_TILES * variant.shape.rows // 2
+    mask = 2 * variant.shape.rows // 2
+    return every, every - rescale - mask - sum(len(loop.body) for loop in idle)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_decode(variant: Variant) -> None:
+    built = compiled(variant)
+    shape = variant.shape
+
+    entries = re.findall(r"\.entry\s+(\w+)", built.ptx)
+    assert len(entries) == 1
+    assert "cutlass" not in entries[0]  # ptxas treats names with that word differently
+    assert f".reqntid {variant.threads}, 1, 1" in built.ptx
+    assert parameter_sizes(built.ptx) == [arguments.SIZES[each.kind] for each in arguments.DECODE]
+
+    used = resources.read_resources(built.cubin)
+    assert used.registers <= 65536 // variant.threads // 8 * 8
+    assert variant.shared_bytes <= SHARED_BYTES
+    for role in variant.protocol.roles:
+        assert re.search(rf"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+{role.registers};", built.ptx)
+
+    code = sass.parse(resources.disassemble(built.cubin))
+    trip, inner, _ = trip_of_consumer(code)
+    opcodes = tensor_instructions(code, trip)
+    for loop in inner:
+        opcodes += (LATENT // PROMOTION - 1) * tensor_instructions(code, loop)
+    fp8 = sum(opcode.startswith("QGMMA") for opcode in opcodes)
+    half = sum(opcode.startswith("HGMMA") for opcode in opcodes)
+    if shape.precision == "fp8":
+        rope = 0 if shape.rope != "e4m3" else 2 * shape.terms
+        parts = max(shape.rows // 32, 1)
+        assert fp8 == 16 * shape.terms + rope + 2 * COLUMN_TILES * (KEYS // 32) * parts
+        assert half == (0 if shape.rope == "e4m3" else 4)
+    else:
+        assert fp8 == 0
+        assert half == 32 + 4 + 2 * COLUMN_TILES * (KEYS // 16)
+
+    assert sass.spill_words([code[i] for i in trip.body]) == 0
+    assert used.stack <= 16  # between items, where 64 rows leave a register or two too few
+    stores = [each.opcode for each in code if each.opcode.startswith("STS")]
+    assert not [opcode for opcode in stores if re.search(r"\.[US](8|16)$", opcode)]
+    copies = [each.opcode for each in code if each.opcode.startswith("UTMALDG")]
+    assert len(copies) == 5 * variant.copies
+    assert all(("MULTICAST" in opcode) == (variant.cluster > 1) for opcode in copies)
+
+    every, usual = executed(code, variant)
+    if variant.rows == 16:
+        assert every * 8 / (2 * KEYS) <= BUDGET_AT_16_ROWS[variant.layout] - 4  # the producer's own: under 4
+    if variant.rows >= 64:
+        cycles = time_model.tile_cycles(variant, H200, usual)
+        assert cycles.issue <= max(cycles.tensor, cycles.shared)
+
+
+@pytest.mark.parametrize("variant", COMBINES, ids=lambda variant: variant.name)
+def test_combine(variant: CombineVariant) -> None:
+    built = compiled(variant)
+    assert f".reqntid {variant.threads}, 1, 1" in built.ptx
+    assert parameter_sizes(built.ptx) == [arguments.SIZES[each.kind] for each in arguments.COMBINE]
+    assert built.ptx.index("griddepcontrol.wait") < built.ptx.index("ld.global")
+    assert resources.read_resources(built.cubin).stack == 0
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """Bytes of each parameter of the kernel."""
+    block = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
+    sizes = []
+    for kind, array in re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,\n]*?(?:\[(\d+)\])?,?\n", block):
+        sizes.append(int(array) if array else int(kind[1:]) // 8)
+    return sizes
+
+
+def test_variants_have_names_and_reasons_of_their_own() -> None:
+    names = [variant.name for variant in (*VARIANTS, *COMBINES)]
+    assert len(set(names)) == len(names)
+    assert all(variant.reason for variant in (*VARIANTS, *COMBINES))
+
+
+def test_parameters_lie_where_the_launcher_packs_them() -> None:
+    """Both maps first, at multiples of 64; then 8-byte, then 4-byte arguments without a gap."""
+    places = arguments.offsets(arguments.DECODE)
+    assert places[:3] == [0, 128, 256]
+    assert all(
+        place % min(arguments.SIZES[each.kind], 64) == 0 for place, each in zip(places, arguments.DECODE, strict=True)
+    )
+    assert places == sorted(places)

@@ -1,0 +1,353 @@
+"""The barrier table of the decode kernel, and the checker that walks its interleavings.
+
+Grid: 2 and 3 stages with 4 to 7 blocks take each ring round at least twice; items of 0 and 1 blocks stand beside longer
+ones, since fills go on across items; a cluster of two is walked with one round and a half. The checker itself is judged
+by tables with one thing wrong each, and by the walk that leaves no order out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedmla.cutlass_kernels.interleavings import ProtocolError, check
+from pagedmla.cutlass_kernels.protocol import Action, Meeting, Protocol, Ring, Role, Step, decode_protocol
+from pagedmla.cutlass_kernels.variants import VARIANTS
+
+ACQUIRE, ARM, COPY, FETCH = Action.ACQUIRE, Action.ARM, Action.COPY, Action.FETCH
+COMMIT, WAIT, RELEASE, MEET = Action.COMMIT, Action.WAIT, Action.RELEASE, Action.MEET
+
+
+def with_role(protocol, name, **changes):
+    return replace(protocol, roles=tuple(replace(r, **changes) if r.name == name else r for r in protocol.roles))
+
+
+def with_ring(protocol, name, **changes):
+    return replace(protocol, rings=tuple(replace(r, **changes) if r.name == name else r for r in protocol.rings))
+
+
+def without(protocol, role, action, ring, block=0, section="trip"):
+    """The table without one step."""
+    steps = getattr(protocol.role(role), section)
+    kept = tuple(step for step in steps if (step.action, step.ring, step.block) != (action, ring, block))
+    assert len(kept) == len(steps) - 1
+    return with_role(protocol, role, **{section: kept})
+
+
+def fault(protocol, items=(4,)):
+    with pytest.raises(ProtocolError) as caught:
+        check(protocol, items)
+    return str(caught.value)
+
+
+# -- tables that are right -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("items", [(1,), (2,), (4,), (7,), (3, 0, 2), (0, 1, 1, 5)])
+@pytest.mark.parametrize("key_stages", [2, 3])
+def test_the_decode_table_holds(key_stages, items):
+    assert check(decode_protocol(key_stages), items) > 1
+
+
+def test_the_decode_table_holds_in_a_cluster_of_two():
+    assert check(decode_protocol(2, cluster=2), (3,)) > 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "cluster"), sorted({(v.shape.stages, v.cluster) for v in VARIANTS if v.cluster == 1})
+)
+def test_every_table_that_a_variant_is_built_from_holds(stages, cluster):
+    protocol = next(v.protocol for v in VARIANTS if (v.shape.stages, v.cluster) == (stages, cluster))
+    assert check(protocol, (2 * stages + 1,)) > 1
+
+
+def test_the_tables_of_clusters_are_the_walked_one_with_other_stages_and_registers():
+    def shape(protocol):
+        rings = tuple(replace(ring, stages=1) for ring in protocol.rings)
+        return rings, tuple(replace(role, registers=24) for role in protocol.roles), protocol.meetings, protocol.cluster
+
+    clusters = [variant for variant in VARIANTS if variant.cluster == 2]
+    assert clusters
+    assert {shape(variant.protocol) for variant in clusters} == {shape(decode_protocol(2, cluster=2))}
+
+
+# -- tables with one thing wrong -------------------------------------------------------------------------------------
+
+
+def test_a_release_that_is_missing_stops_the_producer():
+    said = fault(without(decode_protocol(2), "consumer1", RELEASE, "keys", -1))
+    assert "deadlock" in said
+    assert "producer: acquire keys (item 0, block 2, stage 0) waits for 1 of 2 arrivals on empty" in said
+
+
+def test_a_commit_that_is_missing_stops_both_consumers():
+    said = fault(without(decode_protocol(2), "consumer0", COMMIT, "probabilities"))
+    assert "consumer0: wait probabilities (item 0, block 0, stage 0) waits for 1 of 1 arrivals on full" in said
+    assert "consumer1: wait probabilities (item 0, block 0, stage 0) waits for" in said
+
+
+def test_copies_that_nobody_announced_never_fill_a_stage():
+    said = fault(without(decode_protocol(2), "producer", ARM, "keys"))
+    assert "consumer0: wait keys (item 0, block 0, stage 0) waits for 1 of 33 arrivals on full and -1 copies" in said
+
+
+def test_a_wait_for_the_wrong_phase_reads_too_early():
+    said = fault(with_ring(decode_protocol(2), "keys", first_wait=1))
+    assert said.startswith("consumer0: wait keys (item 0, block 0, stage 0) reads before it is full")
+
+
+def test_an_acquire_for_the_wrong_phase_never_passes():
+    said = fault(with_ring(decode_protocol(2), "keys", first_acquire=0))
+    assert "producer: acquire keys (item 0, block 0, stage 0) waits for" in said
+
+
+def test_one_stage_of_probabilities_is_too_few():
+    """A consumer publishes its P before it multiplies the other's, so two are alive."""
+    said = fault(with_ring(decode_protocol(2), "probabilities", stages=1))
+    assert said.startswith("deadlock")
+    assert "consumer1: acquire probabilities (item 0, block 1, stage 0) waits for 1 of 2 arrivals on empty" in said
+
+
+def test_one_stage_of_keys_is_too_few():
+    """Consumer 1 begins with block 1: the second fill of a lone stage, whose parity a fresh barrier already shows."""
+    said = fault(with_ring(decode_protocol(2), "keys", stages=1))
+    assert said.startswith("consumer1: wait keys (item 0, block 1, stage 0) reads before it is full")
+
+
+def test_a_full_barrier_that_counts_too_little_is_overrun():
+    said = fault(with_ring(decode_protocol(2), "keys", full=32))
+    assert said.startswith("producer: fetch keys (item 0, block 0, stage 0) arrives 32 times on full, which lacks 31")
+
+
+def test_a_full_barrier_that_counts_too_much_never_fills():
+    said = fault(with_ring(decode_protocol(2), "keys", full=34))
+    assert "consumer0: wait keys (item 0, block 0, stage 0) waits for 1 of 34 arrivals on full" in said
+
+
+def test_an_empty_barrier_that_counts_one_reader_lets_the_other_be_overwritten():
+    said = fault(with_ring(decode_protocol(2), "keys", empty=1))
+    assert "overwrites fill 0, which consumer" in said.splitlines()[0]
+    assert said.startswith("producer: acquire keys (item 0, block 2, stage 0)")
+
+
+def test_a_writer_that_does_not_acquire_overwrites_what_is_read():
+    said = fault(without(decode_protocol(2), "producer", ACQUIRE, "keys"))
+    assert "producer: copy keys" in said.splitlines()[0]
+    assert "overwrites fill 0, which" in said.splitlines()[0]
+
+
+def test_a_reader_that_does_not_wait_is_named():
+    broken = decode_protocol(2)
+    for block in (0, 0):
+        steps = broken.role("consumer0").trip
+        first = next(i for i, s in enumerate(steps) if (s.action, s.ring, s.block) == (WAIT, "keys", block))
+        broken = with_role(broken, "consumer0", trip=steps[:first] + steps[first + 1 :])
+    assert fault(broken).startswith(
+        "consumer0: release keys (item 0, block 0, stage 0) gives back what it isn't reading"
+    )
+
+
+def test_a_stage_that_another_cta_still_reads_is_not_copied_over():
+    """A multicast lands in both CTAs, so both CTAs' readers must have given the stage back."""
+    said = fault(with_ring(small(2), "keys", stages=1, empty=1), (3,)).splitlines()[0]
+    assert said.startswith("producer: ")
+    assert said.endswith("overwrites fill 0, which consumer has yet to read")
+
+
+def test_a_cta_that_leaves_early_is_missed_by_the_other():
+    broken = decode_protocol(2, cluster=2)
+    for role in broken.roles:
+        broken = with_role(broken, role.name, finish=())
+    assert "reaches another CTA, which has left" in fault(broken, (1,))
+
+
+def test_a_meeting_that_one_role_skips_is_a_deadlock():
+    said = fault(without(decode_protocol(2), "consumer1", MEET, "consumers", section="after"), (2,))
+    assert "consumer0: meet consumers (item 0) waits for the others" in said
+
+
+def test_a_fault_comes_with_the_way_to_it():
+    said = fault(with_ring(decode_protocol(2), "keys", empty=1)).splitlines()
+    assert said[1] == "after:"
+    assert any("release keys" in line for line in said[2:])
+
+
+# -- the checker -----------------------------------------------------------------------------------------------------
+
+
+def verdict(protocol, items, every_order):
+    try:
+        check(protocol, items, every_order=every_order, max_states=100_000)
+    except ProtocolError:
+        return "fault"
+    return "holds"
+
+
+def small(cluster):
+    """A producer and a consumer with one stage: small enough to walk every order even in a cluster."""
+    goodbye = (Step(MEET, "all"),) if cluster > 1 else ()
+    return Protocol(
+        (Ring("keys", 1, full=3, empty=cluster, multicast=cluster > 1),),
+        (
+            Role(
+                "producer",
+                1,
+                24,
+                (Step(ACQUIRE, "keys"), Step(ARM, "keys", arrivals=1), Step(COPY, "keys"), Step(FETCH, "keys", 0, 2)),
+                finish=goodbye,
+            ),
+            Role("consumer", 4, 240, (Step(WAIT, "keys"), Step(RELEASE, "keys", arrivals=1)), finish=goodbye),
+        ),
+        (Meeting("all", ("producer", "consumer"), across_cluster=True),),
+        cluster,
+    )
+
+
+@st.composite
+def broken_tables(draw, table):
+    """The table with one or two of its numbers or steps changed; often it still holds."""
+    for _ in range(draw(st.integers(1, 2))):
+        if draw(st.booleans()):
+            ring = draw(st.sampled_from(table.rings))
+            field = draw(st.sampled_from(["stages", "full", "empty", "first_wait", "first_acquire"]))
+            change = draw(st.sampled_from([-1, 1]))
+            value = getattr(ring, field) ^ 1 if field.startswith("first") else max(1, getattr(ring, field) + change)
+            table = with_ring(table, ring.name, **{field: value})
+        else:
+            role = draw(st.sampled_from(table.roles))
+            steps = list(role.trip)
+            at = draw(st.integers(0, len(steps) - 1))
+            if draw(st.booleans()):
+                del steps[at]
+            else:
+                steps[at], steps[at - 1] = steps[at - 1], steps[at]
+            table = with_role(table, role.name, trip=tuple(steps))
+    return table
+
+
+@settings(max_examples=100)
+@given(broken_tables(decode_protocol(2)))
+def test_leaving_out_orders_that_nobody_can_tell_apart_changes_no_verdict(table):
+    assert verdict(table, (3,), every_order=False) == verdict(table, (3,), every_order=True)
+
+
+@settings(max_examples=60)
+@given(broken_tables(small(2)))
+def test_nor_does_it_in_a_cluster(table):
+    assert verdict(table, (2,), every_order=False) == verdict(table, (2,), every_order=True)
+
+
+def test_fewer_orders_are_walked_than_there_are():
+    assert check(decode_protocol(2), (4,)) < check(decode_protocol(2), (4,), every_order=True)
+
+
+def test_a_walk_that_would_not_end_says_so():
+    with pytest.raises(RuntimeError, match="more than 100 states; give fewer stages, items or blocks"):
+        check(decode_protocol(2), (7,), max_states=100)
+
+
+# -- the table as the kernel reads it --------------------------------------------------------------------------------
+
+
+def test_steps_of_a_consumer_written_out():
+    """Consumer 1 with three blocks: it scores block 1 alone, and multiplies all three."""
+    steps = [(str(step), block) for step, block in decode_protocol(2).role("consumer1").steps(3)]
+    assert steps == [
+        ("acquire queries", -1),
+        ("commit queries", -1),
+        ("wait queries", -1),
+        ("wait keys", 1),
+        ("wait probabilities", 0),
+        ("acquire probabilities", 1),
+        ("commit probabilities", 1),
+        ("wait keys", 0),
+        ("wait probabilities", 0),
+        ("release probabilities", 0),
+        ("release keys", 0),
+        ("wait keys", 1),
+        ("wait probabilities", 1),
+        ("release probabilities", 1),
+        ("release keys", 1),
+        ("wait probabilities", 2),
+        ("wait keys", 2),
+        ("wait probabilities", 2),
+        ("release probabilities", 2),
+        ("release keys", 2),
+        ("meet consumers", -1),
+        ("release queries", -1),
+    ]
+
+
+def test_parities_turn_once_a_round():
+    ring = Ring("keys", 3, full=1, empty=1)
+    fills = np.arange(9)
+    assert ring.stage(fills).tolist() == [0, 1, 2] * 3
+    assert ring.wait_parity(fills).tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
+    assert ring.acquire_parity(fills).tolist() == [1, 1, 1, 0, 0, 0, 1, 1, 1]
+
+
+def test_barriers_lie_side_by_side():
+    protocol = decode_protocol(3)
+    offsets = [
+        offset(ring.name, stage)
+        for ring in protocol.rings
+        for offset in (protocol.full_offset, protocol.empty_offset)
+        for stage in range(ring.stages)
+    ]
+    assert offsets == list(range(0, protocol.barrier_bytes, 8))
+
+
+@pytest.mark.parametrize("shape", sorted({v.shape for v in VARIANTS}, key=str), ids=str)
+def test_the_kernel_keeps_room_for_every_barrier(shape):
+    variant = next(v for v in VARIANTS if v.shape == shape)
+    _, room = shape.tail(shape.stages)["barriers"]
+    assert variant.protocol.barrier_bytes <= room
+    assert shape.place("barriers") % 8 == 0
+
+
+def test_a_kernel_that_follows_the_table_is_left_alone():
+    with decode_protocol(2).following("consumer0", "trip", blocks=(-1,)) as follow:
+        assert follow(WAIT, "probabilities", -1).arrivals == 0
+        follow(WAIT, "keys", -1)
+        follow(WAIT, "probabilities", -1)
+        assert follow(RELEASE, "probabilities", -1).arrivals == 1
+        follow(RELEASE, "keys", -1)
+
+
+def test_a_kernel_that_differs_from_the_table_is_stopped():
+    def traced(*steps):
+        with decode_protocol(2).following("producer", "trip") as follow:
+            for step in steps:
+                follow(*step)
+
+    with pytest.raises(
+        RuntimeError, match=r"producer, trip, step 1: the table has arm keys .*; the kernel does copy keys"
+    ):
+        traced((ACQUIRE, "keys"), (COPY, "keys"))
+    with pytest.raises(RuntimeError, match="producer, trip: the kernel leaves out step 1, arm keys"):
+        traced((ACQUIRE, "keys"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Ring("keys", 0, full=1, empty=1), "ring keys: expected at least 1 stage"),
+        (
+            lambda: with_role(decode_protocol(2), "producer", trip=(Step(WAIT, "values"),)),
+            "producer: wait values: expected one of keys, probabilities, queries",
+        ),
+        (
+            lambda: with_role(decode_protocol(2), "producer", finish=(Step(MEET, "consumers"),)),
+            "producer: meet consumers: expected one of",
+        ),
+        (lambda: decode_protocol(2, consumer_registers=236), "consumer0: setmaxnreg takes multiples of 8; got 236"),
+        (lambda: decode_protocol(2, producer_registers=40), "roles hold 66560 registers; an SM has 65536"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
