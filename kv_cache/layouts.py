@@ -248,7 +248,8 @@ class Unquantised(CacheLayout):
         scale_dtype: torch.dtype = torch.float32,
     ) -> QuantizedRows:
         self._check_tokens(latent, rope, sigma, 0)
-        return QuantizedRows(saturating_cast(torch.cat((latent, rope), -1), self.value_dtypes[0]), None)
+        columns = [saturating_cast(part, self.value_dtypes[0]) for part in (latent, rope)]
+        return QuantizedRows(torch.cat(columns, -1), None)
 
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         self._check_rows(values, scales)

@@ -99,15 +99,15 @@ class TritonExecutor(Executor):
         planes = _planes(step)
         decode_requests, decode_tokens = step.decode_rows()
         if options.num_partitions == 1 or decode_tokens == 0:
-            _attend(step, planes, q, out, lse, options, 0, step.batch)
+            _attend(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
         elif _fits(options, step.num_tokens, q.shape[1]):
             _attend_split(step, planes, q, out, lse, options, step.batch)
         elif decode_tokens < step.num_tokens and _fits(options, decode_tokens, q.shape[1]):
             decode = slice(0, decode_tokens)
             _attend_split(step, planes, q[decode], out[decode], lse[decode], options, decode_requests)
-            _attend(step, planes, q, out, lse, options, decode_requests, step.batch)
+            _attend(step, planes, q, out, lse, options, decode_requests, step.batch, step.max_query_length())
         else:
-            _attend(step, planes, q, out, lse, options, 0, step.batch)
+            _attend(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
 
     def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
         from pagedmla.triton_kernels.store import store
@@ -181,8 +181,12 @@ def _attend(
     options: AttendOptions,
     first: int,
     end: int,
+    longest_query: int,
 ) -> None:
-    """Requests first .. end - 1, whole (`out [T, H, latent]`) or in parts (`out [S, T, H, latent]`)."""
+    """Requests first .. end - 1, whole (`out [T, H, latent]`) or in parts (`out [S, T, H, latent]`).
+
+    `longest_query` chooses the tile of rows; any number is right.
+    """
     cache = step.cache
     where = (planes, cache.lookup_table[first:end], cache.cache_lengths[first:end])
     scales_table = cache.scales_lookup_table[first:end]
@@ -201,7 +205,7 @@ def _attend(
         lse,
         scales_table,
         sm_scale=options.sm_scale,
-        max_query_len=step.max_query_length(),
+        max_query_len=longest_query,
         causal=options.causal,
     )
 
@@ -218,7 +222,9 @@ def _attend_split(
     else:
         partial_out = q.new_empty(parts, tokens, heads, out.shape[2], dtype=torch.float32)
         partial_lse = q.new_empty(parts, tokens, heads, dtype=torch.float32)
-    _attend(step, planes, q, partial_out, partial_lse, options, 0, requests)
+    # Decode rows are short and alike, whatever prompts stand behind them: their tile goes by their own mean.
+    longest_query = ceildiv(tokens, requests) if requests < step.batch else step.max_query_length()
+    _attend(step, planes, q, partial_out, partial_lse, options, 0, requests, longest_query)
     merge(partial_out, partial_lse, out, lse)
 
 

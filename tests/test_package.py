@@ -136,7 +136,17 @@ def test_wheel_metadata(contents: dict[str, bytes], metadata: Message) -> None:
     always = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(always) == ["numpy", "rich", "torch>=2.11", "typer"]
     entry_points = contents[f"pagedmla-{VERSION}.dist-info/entry_points.txt"].decode()
-    assert entry_points.split("\n") == ["[console_scripts]", "pagedmla = pagedmla.plugin.cli:main", ""]
+    assert entry_points.split("\n") == [
+        "[console_scripts]",
+        "pagedmla = pagedmla.plugin.cli:main",
+        "",
+        "[vllm.general_plugins]",
+        "pagedmla = pagedmla.plugin.vllm.entry_points:register",
+        "",
+        "[vllm.platform_plugins]",
+        "pagedmla_cpu = pagedmla.plugin.vllm.entry_points:cpu_platform",
+        "",
+    ]
 
 
 def test_cutlass_extra_has_no_upper_pin(metadata: Message) -> None:

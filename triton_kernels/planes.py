@@ -50,8 +50,13 @@ def check_table(table: Tensor, name: str, requests: int, width: int | None = Non
 
 
 def as_int32(tensor: Tensor, name: str, shape: list[int]) -> Tensor:
-    """A length vector as int32: uint32 by its bits, so that the -1 of an engine's padding row stays -1."""
+    """A length vector as int32: uint32 by its bits, so that the -1 of an engine's padding row stays -1.
+
+    Kernels step through it element by element, so its elements must be adjacent.
+    """
     expect_tensor(tensor, name, shape, INDEX_DTYPES)
+    if tensor.shape[0] > 1 and tensor.stride(0) != 1:
+        refuse(name, "adjacent elements (stride(0) 1)", f"stride {tensor.stride(0)}", "Pass a contiguous copy.")
     return tensor if tensor.dtype == torch.int32 else tensor.view(torch.int32)
 
 

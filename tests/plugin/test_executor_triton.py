@@ -93,6 +93,42 @@ def test_one_token_each_is_a_decode(step: Step, monkeypatch: pytest.MonkeyPatch)
     assert float((out.double() - want).abs().max() / want.abs().max()) < ROUNDING
 
 
+@pytest.mark.parametrize("name", ["cache_lengths", "query_start_loc"])
+def test_vectors_with_a_stride_are_refused(name: str, step: Step) -> None:
+    """A column of a table of lengths was read as if its elements were adjacent: wrong rows, stores in wrong slots."""
+
+    def strided(vector: torch.Tensor) -> torch.Tensor:
+        return torch.stack([vector, torch.full_like(vector, 3)], 1)[:, 0]
+
+    values, starts = step.values, step.query_start_loc
+    if name == "cache_lengths":
+        values = replace(values, cache_lengths=strided(values.cache_lengths))
+    else:
+        starts = strided(starts)
+    call = {**step.call(), "query_start_loc": starts}
+    message = rf"{name}: expected adjacent elements \(stride\(0\) 1\); got stride 2\. Pass a contiguous copy\."
+    with pytest.raises(ValueError, match=message):
+        pagedmla.attend(step.q, values, step.layer, executor="triton", **call)
+    latent, rope = torch.ones(22, 512), torch.ones(22, 64)
+    with pytest.raises(ValueError, match=message):
+        pagedmla.store(latent, rope, values, 0, query_start_loc=starts, layout=step.layout, executor="triton")
+
+
+def test_decode_rows_keep_their_tile_beside_prompts(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two decode rows of a step with a long prompt took the prompt's tile: twice the instructions a key."""
+    from pagedmla.triton_kernels import mixed
+
+    longest = []
+    real = mixed.attend_mixed
+    monkeypatch.setattr(mixed, "attend_mixed", lambda *a, **k: (longest.append(k["max_query_len"]), real(*a, **k)))
+    plan = make_plan(step, 3)
+    rows = 3 * 3 * CASE.heads
+    assert isinstance(plan.workspace, PartialStates)
+    small = PartialStates(plan.workspace.partial_lse[:rows], plan.workspace.partial_out[:rows])
+    pagedmla.attend(step.q, step.values, step.layer, plan=replace(plan, workspace=small), **step.call())
+    assert longest == [2, 19]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

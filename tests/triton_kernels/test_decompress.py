@@ -172,7 +172,7 @@ def test_per_tensor_scale(guarded):
     cache.scale_table = cache.table
     workspace = run(guarded, cache, [(0, 4)], torch.float32)
     codes = torch.stack([cache.values[cache.table[0, t // 2], 0, LAYER, t % 2, 0] for t in range(4)])
-    assert torch.equal(workspace, layout.dequantize(codes, sigma))
+    assert torch.equal(workspace, layout.dequantize(codes, sigma.expand(4, 1)))
 
 
 def test_two_requests_may_share_a_prefix(guarded):
