@@ -7,13 +7,11 @@ are whatever the driver gives. Addresses are ints, strings are ASCII, sizes byte
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from pagedmla.cutlass_kernels.tensor_maps import MAP_BYTES, TiledMap
-
-_PARAMETERS, _PARAMETERS_SIZE, _END = 1, 2, 0  # keys of cuLaunchKernelEx's `extra`
 
 
 class DriverError(RuntimeError):
@@ -63,8 +61,8 @@ class Driver(Protocol):
     def encode(self, tiles: TiledMap) -> bytes:
         """A tensor map: 128 opaque bytes."""
 
-    def prepare(self, function: Any, shape: LaunchShape, address: int, size: int) -> Callable[[int], None]:
-        """A launch that reads its packed parameters from `size` bytes at `address`; call it with a stream's handle.
+    def prepare(self, function: Any, shape: LaunchShape, addresses: Sequence[int]) -> Callable[[int], None]:
+        """A launch that reads each parameter at its address; call it with a stream's handle.
 
         The parameters are copied during the call. One call at a time.
         """
@@ -126,16 +124,16 @@ class CudaDriver:
         )
         return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
 
-    def prepare(self, function: Any, shape: LaunchShape, address: int, size: int) -> Callable[[int], None]:
+    def prepare(self, function: Any, shape: LaunchShape, addresses: Sequence[int]) -> Callable[[int], None]:
         config = self._config(shape)
-        held = ctypes.c_size_t(size)
-        extra = (ctypes.c_void_p * 5)(_PARAMETERS, address, _PARAMETERS_SIZE, ctypes.addressof(held), _END)
-        extra_address = ctypes.addressof(extra)
+        # One pointer a parameter, since only the compiler knows where a packed block would need each.
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        pointers_address = ctypes.addressof(pointers)
         launch, success = self._cuda.cuLaunchKernelEx, self._cuda.CUresult.CUDA_SUCCESS
 
-        def start(stream: int, _keep_alive: tuple[Any, ...] = (held, extra)) -> None:
+        def start(stream: int, _keep_alive: Any = pointers) -> None:
             config.hStream = stream
-            (error,) = launch(config, function, 0, extra_address)
+            (error,) = launch(config, function, pointers_address, 0)
             if error != success:
                 self._refuse(error, "cuLaunchKernelEx", f"to launch {shape}")
 

@@ -21,14 +21,15 @@ class ParameterBlock:
 
     def __init__(self, arguments: Sequence[Argument]) -> None:
         layout, end = "<", 0
-        for argument, place in zip(arguments, offsets(tuple(arguments)), strict=True):
+        places = offsets(tuple(arguments))
+        for argument, place in zip(arguments, places, strict=True):
             layout += f"{place - end}x{_FORMATS[argument.kind]}"
             end = place + SIZES[argument.kind]
         self._packer = struct.Struct(layout)
         self._in_order = itemgetter(*(argument.name for argument in arguments))
         self._bytes = ctypes.create_string_buffer(self._packer.size)
-        self.size = self._packer.size
-        self.address = ctypes.addressof(self._bytes)
+        base = ctypes.addressof(self._bytes)
+        self.addresses = [base + place for place in places]
 
     def pack(self, values: Mapping[str, Any]) -> None:
         """All arguments by name; KeyError names one that is absent. Others are left alone."""
@@ -56,8 +57,7 @@ class LoadedKernel:
         with self._lock:
             start = self._starts.get(grid)
             if start is None:
-                block = self._parameters
-                start = self._driver.prepare(self._function, self._shape(grid), block.address, block.size)
+                start = self._driver.prepare(self._function, self._shape(grid), self._parameters.addresses)
                 self._starts[grid] = start
             self._parameters.pack(values)
             start(stream)

@@ -84,7 +84,7 @@ class Variant:
 
     @property
     def protocol(self) -> Protocol:
-        producer, consumer = (32, 240) if self.shape.rows == 64 else (56, 216)
+        producer, consumer = (24, 240) if self.shape.rows == 64 else (56, 216)
         return decode_protocol(
             self.shape.stages,
             cluster=self.cluster,

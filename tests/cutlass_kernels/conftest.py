@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +56,12 @@ class RecordingDriver:
         self.encoded.append(tiles)
         return len(self.encoded).to_bytes(1, "little") * 128
 
-    def prepare(self, function: Any, shape: LaunchShape, address: int, size: int) -> Callable[[int], None]:
+    def prepare(self, function: Any, shape: LaunchShape, addresses: Sequence[int]) -> Callable[[int], None]:
         self.prepared.append((function, shape))
 
         def start(stream: int) -> None:
-            self.launches.append(Launch(function, shape, stream, ctypes.string_at(address, size)))
+            parameters = ctypes.string_at(addresses[0], addresses[-1] - addresses[0] + 4)
+            self.launches.append(Launch(function, shape, stream, parameters))
 
         return start
 

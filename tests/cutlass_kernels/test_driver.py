@@ -66,23 +66,21 @@ def test_a_map_is_encoded_as_tiles_of_bytes(cuda):
     assert fill == cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 
 
-def test_a_launch_names_its_parameters_by_address_and_its_stream_at_the_call(cuda):
+def test_a_launch_names_each_parameter_by_address_and_its_stream_at_the_call(cuda):
+    """An H200 read garbage: the compiler had put the first parameter at byte 48, where a packed block began at 0."""
     bindings = noted(cuda)
     parameters = ctypes.create_string_buffer(b"parameters", 600)
-    start = CudaDriver(bindings).prepare("a function", SHAPE, ctypes.addressof(parameters), 600)
+    addresses = [ctypes.addressof(parameters) + place for place in (0, 128, 256)]
+    start = CudaDriver(bindings).prepare("a function", SHAPE, addresses)
     for stream in (7, 8):
         start(stream)
-        name, (config, function, by_pointers, extra) = bindings.calls[-1]
-        assert (name, function, by_pointers) == ("cuLaunchKernelEx", "a function", 0)
+        name, (config, function, pointers, extra) = bindings.calls[-1]
+        assert (name, function, extra) == ("cuLaunchKernelEx", "a function", 0)
+        assert list((ctypes.c_void_p * 3).from_address(pointers)) == addresses
         assert int(config.hStream) == stream
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (132, 1, 1)
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (384, 1, 1)
     assert config.sharedMemBytes == 1000
-    # {CU_LAUNCH_PARAM_BUFFER_POINTER, buffer, CU_LAUNCH_PARAM_BUFFER_SIZE, &size, CU_LAUNCH_PARAM_END}
-    pointer_key, buffer, size_key, size, end = (ctypes.c_void_p * 5).from_address(extra)
-    assert (pointer_key, size_key, end) == (1, 2, None)
-    assert ctypes.string_at(buffer, 10) == b"parameters"
-    assert ctypes.c_size_t.from_address(size).value == 600
 
 
 def test_launch_attributes(cuda):
@@ -144,7 +142,7 @@ def test_modules_functions_and_shared_memory(cuda):
         ),
         (
             "cuLaunchKernelEx",
-            lambda driver: driver.prepare("f", SHAPE, 0, 0)(0),
+            lambda driver: driver.prepare("f", SHAPE, [])(0),
             "to launch LaunchShape(grid=132, threads=384, shared_bytes=1000, cluster=2, may_start_early=True)",
         ),
     ],

@@ -313,7 +313,7 @@ def test_gaps_between_arguments_are_zero_and_places_are_as_said():
         Argument("d", FLOAT32, ""),
     )
     block = ParameterBlock(arguments)
-    assert block.size == 64 + 128 + 4
+    assert [address - block.addresses[0] for address in block.addresses] == [0, 8, 64, 192]
     block.pack({"d": 1.0, "c": b"m" * 128, "b": 1 << 40, "a": -1})
     assert unpacked(_bytes_of(block), arguments) == {"a": -1, "b": 1 << 40, "c": b"m" * 128, "d": 1.0}
     assert _bytes_of(block)[4:8] == bytes(4)
@@ -322,7 +322,7 @@ def test_gaps_between_arguments_are_zero_and_places_are_as_said():
 
 
 def _bytes_of(block):
-    return ctypes.string_at(block.address, block.size)
+    return ctypes.string_at(block.addresses[0], block.addresses[-1] - block.addresses[0] + 4)
 
 
 def test_a_workspace_counts_its_bytes():

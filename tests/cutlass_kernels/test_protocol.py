@@ -345,7 +345,10 @@ def test_a_kernel_that_differs_from_the_table_is_stopped():
             "producer: meet consumers: expected one of",
         ),
         (lambda: decode_protocol(2, consumer_registers=236), "consumer0: setmaxnreg takes multiples of 8; got 236"),
-        (lambda: decode_protocol(2, producer_registers=40), "roles hold 66560 registers; an SM has 65536"),
+        (
+            lambda: decode_protocol(2, producer_registers=32),
+            "roles hold 65536 registers; the CTA is launched with 64512",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(make, message):
