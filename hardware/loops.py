@@ -35,7 +35,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class _Graph:
+class Graph:
     blocks: list[range]
     successors: list[list[int]]
     predecessors: list[list[int]]
@@ -45,7 +45,7 @@ def natural_loops(code: Sequence[Instruction]) -> list[Loop]:
     """All natural loops of `code`; loops that share a header are one loop."""
     if not code:
         return []
-    graph = _basic_blocks(code)
+    graph = basic_blocks(code)
     dominators = _dominators(graph)
     bodies: dict[int, set[int]] = {}
     for latch, successors in enumerate(graph.successors):
@@ -69,7 +69,8 @@ def main_loop(code: Sequence[Instruction], weigh: Callable[[Instruction], int]) 
     return max(innermost, key=lambda pair: (pair[0], -len(pair[1].body)))[1]
 
 
-def _basic_blocks(code: Sequence[Instruction]) -> _Graph:
+def basic_blocks(code: Sequence[Instruction]) -> Graph:
+    """The control flow graph; block 0 is the entry."""
     starts = {0}
     for index, instruction in enumerate(code):
         if instruction.target is not None:
@@ -89,10 +90,10 @@ def _basic_blocks(code: Sequence[Instruction]) -> _Graph:
         successors[n] = sorted(following)
         for successor in following:
             predecessors[successor].append(n)
-    return _Graph(blocks, successors, predecessors)
+    return Graph(blocks, successors, predecessors)
 
 
-def _dominators(graph: _Graph) -> list[int]:
+def _dominators(graph: Graph) -> list[int]:
     """Bit set of the blocks that dominate each block; 0 for a block that the entry can't reach."""
     order, seen, stack = [], {0}, [0]
     while stack:
@@ -120,7 +121,7 @@ def _dominators(graph: _Graph) -> list[int]:
     return dominators
 
 
-def _reaches(graph: _Graph, latch: int, header: int) -> set[int]:
+def _reaches(graph: Graph, latch: int, header: int) -> set[int]:
     """Blocks from which `latch` can be reached without passing `header`."""
     body, stack = {latch}, [latch]
     while stack:
@@ -134,7 +135,7 @@ def _reaches(graph: _Graph, latch: int, header: int) -> set[int]:
     return body
 
 
-def _hot_part(code: Sequence[Instruction], graph: _Graph, header: int, body: set[int]) -> Loop:
+def _hot_part(code: Sequence[Instruction], graph: Graph, header: int, body: set[int]) -> Loop:
     first = graph.blocks[header].start
     ends = (i for i in range(first, len(code)) if code[i].target is None and not code[i].falls_through)
     behind = next(ends, len(code))

@@ -12,7 +12,6 @@ subroutine behind `CALL` aren't added to the loop that calls it.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pagedmla.hardware.loops import Instruction, Loop, main_loop
@@ -70,11 +69,6 @@ def straight_line(code: Sequence[Instruction]) -> list[Instruction]:
     """The whole program: all up to its last EXIT (behind it stand a self-branch and padding)."""
     last = max((i for i, instruction in enumerate(code) if instruction.opcode.split(".")[0] == "EXIT"), default=-1)
     return list(code[: last + 1])
-
-
-def count_classes(code: Iterable[Instruction]) -> Counter[str]:
-    """Instructions per class."""
-    return Counter(classify(instruction) for instruction in code)
 
 
 def spill_words(code: Iterable[Instruction]) -> int:
