@@ -8,7 +8,7 @@ A key token costs one multiprocessor
 
 and the largest of the three binds, if all else overlaps perfectly. So it is an upper bound: latency, shared memory,
 the second read of keys by a second tile of rows and the merge of splits aren't in it. Rows are those of the tile, so a
-request with fewer pays for the padding.
+request with fewer pays for the padding. `split_queries` marks float16 queries in two bfloat16 parts.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def model_rows(table: Iterable[dict[str, Any]], layouts: Iterable[str] | None = 
                         "rows": row["rows"],
                         "group": row["options"]["GROUP"],
                         "page_size": row["options"]["PAGE_SIZE"],
+                        "split_queries": row["options"]["SPLIT_QUERIES"],
                         "memory_ns": round(floor.memory, 2),
                         "issue_ns": round(floor.issue, 2),
                         "tensor_ns": round(floor.tensor, 2),

@@ -36,6 +36,7 @@ from pagedmla.triton_kernels.planes import (
 )
 
 TOKENS = 16
+MOST_UNROLLED: tl.constexpr = tl.constexpr(8)  # scale groups
 
 
 def decompress(
@@ -106,7 +107,12 @@ def decompress(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "lookup_table", "scales_lookup_table", "chunk_start", "key_start_loc", "requests", "keys", "page_size",
+        "pages", "scale_pages", "table_width", "stride_table", "stride_scales_table",
+    ]
+)  # fmt: skip
 def decompress_kernel(
     pool_latent,  # [pages, page_size, LATENT]
     pool_rope,  # [pages, page_size, ROPE]
@@ -168,48 +174,14 @@ def decompress_kernel(
         _copy_columns(rope_row, out_row + LATENT, no_scale, known, real, ROPE)
     else:
         scales_row = pool_scales + scale_page * stride_scales_page + slot * stride_scales_slot
-        if GROUPS <= 8:
-            for group in tl.static_range(GROUPS):  # a number known to the compiler: parts that a group lacks vanish
+        # Few groups are numbers known to the compiler, and parts that a group lacks vanish.
+        UNROLLED: tl.constexpr = GROUPS if GROUPS <= MOST_UNROLLED else 1
+        for first_group in range(0, GROUPS, UNROLLED):
+            for group in tl.static_range(UNROLLED):
                 _decode_group(
-                    latent_row,
-                    rope_row,
-                    out_row,
-                    scales_row,
-                    group,
-                    known,
-                    real,
-                    LATENT,
-                    ROPE,
-                    FP8_ROPE,
-                    GROUP,
-                    ROPE_SCALED,
-                    E8M0,
-                    LATENT_BLOCK,
-                    ROPE_BLOCK,
-                    NATIVE_E4M3,
-                )
-                scales_row += stride_scales_group
-        else:
-            for group in range(GROUPS):
-                _decode_group(
-                    latent_row,
-                    rope_row,
-                    out_row,
-                    scales_row,
-                    group,
-                    known,
-                    real,
-                    LATENT,
-                    ROPE,
-                    FP8_ROPE,
-                    GROUP,
-                    ROPE_SCALED,
-                    E8M0,
-                    LATENT_BLOCK,
-                    ROPE_BLOCK,
-                    NATIVE_E4M3,
-                )
-                scales_row += stride_scales_group
+                    latent_row, rope_row, out_row, scales_row, stride_scales_group, first_group + group, known, real,
+                    LATENT, ROPE, FP8_ROPE, GROUP, ROPE_SCALED, E8M0, LATENT_BLOCK, ROPE_BLOCK, NATIVE_E4M3,
+                )  # fmt: skip
         if not ROPE_SCALED:
             _copy_columns(rope_row, out_row + LATENT, no_scale, known, real, ROPE)
 
@@ -219,7 +191,8 @@ def _decode_group(
     latent_row,
     rope_row,
     out_row,
-    scale,
+    scales_row,
+    stride_scales_group,
     group,
     known,
     real,
@@ -234,6 +207,7 @@ def _decode_group(
     NATIVE_E4M3: tl.constexpr,
 ):
     """Dequantise the columns of one scale group: those of the latent and those of the rope."""
+    scale = scales_row + tl.cast(group, tl.int64) * stride_scales_group
     sigma = unpack_sigma(tl.load(scale, mask=known, other=0), E8M0)  # [TOKENS]
     first = group * GROUP
     end = first + GROUP

@@ -60,7 +60,12 @@ def merge(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) ->
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "partial_lse", "lse", "splits", "heads", "stride_partial_lse_split", "stride_partial_lse_token",
+        "stride_partial_lse_head", "stride_lse_token", "stride_lse_head",
+    ]
+)  # fmt: skip
 def merge_kernel(
     partial_out,  # [S, T, H, D]
     partial_lse,  # [S, T, H] float32

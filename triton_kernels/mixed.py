@@ -165,7 +165,12 @@ def compile_time(q: Tensor, planes: RowPlanes, out: Tensor, causal: bool, rows: 
     }
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "lse", "lookup_table", "scales_lookup_table", "cache_lengths", "query_start_loc", "requests", "tokens",
+        "heads", "stride_table", "stride_scales_table", "stride_lse_split",
+    ]
+)  # fmt: skip
 def mixed_kernel(
     out, lse, q, latent, rope, scales, lookup_table, scales_lookup_table, cache_lengths, query_start_loc,
     requests, tokens, heads, score_scale,
@@ -177,8 +182,8 @@ def mixed_kernel(
     FP8_ROPE: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, ROPE_SCALED: tl.constexpr, E8M0: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, ROPE_CHUNK: tl.constexpr, LATENT_MMA: tl.constexpr,
-    ROPE_MMA: tl.constexpr, PRECISION: tl.constexpr, DEQUANTISE: tl.constexpr, NATIVE_E4M3: tl.constexpr,
-    PREFETCH: tl.constexpr, PREFETCH_ROPE: tl.constexpr, PARTIAL: tl.constexpr,
+    ROPE_MMA: tl.constexpr, SPLIT_QUERIES: tl.constexpr, PRECISION: tl.constexpr, DEQUANTISE: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr, PREFETCH: tl.constexpr, PREFETCH_ROPE: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     request = find_request(query_start_loc, tile, requests, heads, ROWS)
@@ -200,6 +205,6 @@ def mixed_kernel(
             stride_q_token, stride_q_head, stride_latent_page, stride_rope_page, stride_scales_page,
             stride_out_split, stride_out_token, stride_out_head, stride_lse_split,
             STRIDE_LATENT_SLOT, STRIDE_ROPE_SLOT, STRIDE_SCALES_SLOT, STRIDE_SCALES_GROUP, LATENT, ROPE, FP8_LATENT,
-            FP8_ROPE, GROUP, GROUPS, ROPE_SCALED, E8M0, PAGE_SIZE, CAUSAL, ROWS, TILE, CHUNK,
-            ROPE_CHUNK, LATENT_MMA, ROPE_MMA, PRECISION, DEQUANTISE, NATIVE_E4M3, PREFETCH, PREFETCH_ROPE, PARTIAL,
+            FP8_ROPE, GROUP, GROUPS, ROPE_SCALED, E8M0, PAGE_SIZE, CAUSAL, ROWS, TILE, CHUNK, ROPE_CHUNK, LATENT_MMA,
+            ROPE_MMA, SPLIT_QUERIES, PRECISION, DEQUANTISE, NATIVE_E4M3, PREFETCH, PREFETCH_ROPE, PARTIAL,
         )  # fmt: skip

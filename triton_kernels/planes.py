@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from pagedmla.kv_cache.checks import INDEX_DTYPES, expect_tensor, refuse
@@ -85,8 +86,8 @@ def group_blocks(planes: RowPlanes) -> dict[str, int]:
     """Powers of two that hold the latent columns and the rope columns of one scale group."""
     group = planes.scale_group
     return {
-        "LATENT_BLOCK": next_power_of_two(min(group, planes.latent.shape[2])),
-        "ROPE_BLOCK": next_power_of_two(min(group, planes.rope.shape[2])),
+        "LATENT_BLOCK": triton.next_power_of_2(min(group, planes.latent.shape[2])),
+        "ROPE_BLOCK": triton.next_power_of_2(min(group, planes.rope.shape[2])),
     }
 
 
@@ -96,8 +97,3 @@ def scale_geometry(planes: RowPlanes) -> tuple[int, int, int, int]:
         return planes.latent.shape[0], 0, 0, 0
     stride_page, stride_slot, stride_group = planes.scales.stride()
     return planes.scales.shape[0], stride_page, stride_slot, stride_group
-
-
-def next_power_of_two(n: int) -> int:
-    """The smallest power of two >= n >= 1."""
-    return 1 << (n - 1).bit_length()

@@ -29,6 +29,7 @@ from pagedmla.kv_cache.checks import expect_same_device, expect_tensor, refuse
 from pagedmla.triton_kernels.device.requests import find_request, first_tile
 from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import WIDE_DTYPES, as_int32
+from pagedmla.triton_kernels.tiles import float32_precision
 
 _MAX_COLUMNS = 256
 
@@ -109,7 +110,7 @@ def constants(dtype: torch.dtype, key_columns: int, value_columns: int, causal: 
         "CAUSAL": causal,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "PRECISION": "tf32x3" if target.backend == "cuda" else "ieee",  # of float32 products
+        "PRECISION": float32_precision(target),
         "num_warps": 8 if block_m == 128 else 4,
         "num_stages": stages,
     }
@@ -119,6 +120,8 @@ def _choose_tile(itemsize: int, key_columns: int, value_columns: int, shared_byt
     tiles = [(64, 32, 2), (64, 32, 1)]
     if itemsize == 2:
         tiles = [(128, 128, 2), (128, 64, 2), (128, 64, 1), (64, 64, 1), (64, 32, 1)]
+    else:
+        itemsize *= 2  # a float32 product is three of parts, which are staged too: up to 1.7 times as much was seen
     for rows, keys, stages in tiles:
         if (rows * key_columns + stages * keys * (key_columns + value_columns)) * itemsize <= shared_bytes:
             return rows, keys, stages
@@ -133,7 +136,12 @@ def split_columns(columns: int) -> tuple[int, int]:
     return (head, tail) if tail and head + tail < whole else (whole, 0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "query_start_loc", "key_start_loc", "lse", "requests", "tokens", "heads_per_key_head", "stride_lse_token",
+        "stride_lse_head",
+    ]
+)  # fmt: skip
 def prefill_kernel(
     q,  # [T, H, DK]
     k,  # [K, HK, DK]

@@ -57,15 +57,17 @@ def record(call: Callable[[], object], target: Target) -> list[Recorded]:
 
 
 def specialise(launched: Recorded) -> Specialisation:
-    """Types as Triton's JIT derives them: None and the integer 1 are constants, multiples of 16 are marked."""
+    """Types as Triton's JIT derives them: None and the integer 1 are constants, multiples of 16 are marked; neither is
+    asked of arguments that the kernel names in `do_not_specialize`."""
     names = launched.kernel.arg_names
     values = {**dict(zip(names, launched.args)), **launched.kwargs}
     options = {name: value for name, value in values.items() if name not in names}
     constexprs = {parameter.name for parameter in launched.kernel.params if parameter.is_constexpr}
+    general = {parameter.name for parameter in launched.kernel.params if parameter.do_not_specialize}
     signature, constants, divisible = {}, {}, []
     for name in names:
         value = values[name]
-        if name in constexprs or value is None or (type(value) is int and value == 1):
+        if name in constexprs or value is None or (type(value) is int and value == 1 and name not in general):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name] = _POINTERS[value.dtype]
@@ -75,4 +77,4 @@ def specialise(launched: Recorded) -> Specialisation:
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             divisible += [name] if value % 16 == 0 else []
-    return Specialisation(signature, constants, tuple(divisible), options)
+    return Specialisation(signature, constants, tuple(name for name in divisible if name not in general), options)

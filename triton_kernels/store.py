@@ -43,6 +43,7 @@ from pagedmla.triton_kernels.planes import (
 )
 
 TOKENS = 16
+MOST_UNROLLED: tl.constexpr = tl.constexpr(8)  # scale groups
 
 
 def store(
@@ -186,7 +187,13 @@ def _constants(planes: RowPlanes, power_of_two: bool) -> dict[str, Any]:
     return known
 
 
-@triton.jit
+# A slot mapping's stride is 1, and known to be.
+@triton.jit(
+    do_not_specialize=[
+        "value_address", "scale_address", "cache_lengths", "query_start_loc", "requests", "table_width", "tokens",
+        "page_size", "pages", "scale_pages",
+    ]
+)  # fmt: skip
 def store_kernel(
     latent,  # [T, LATENT]
     rope,  # [T, ROPE]
@@ -263,22 +270,15 @@ def store_kernel(
         _copy_columns(rope_row, pool_rope_row, kept, ROPE)
     else:
         scales_row = pool_scales + scale_page * stride_scales_page + scale_slot * stride_scales_slot
-        if GROUPS <= 8:
-            for group in tl.static_range(GROUPS):  # a number known to the compiler: parts that a group lacks vanish
+        # Few groups are numbers known to the compiler, and parts that a group lacks vanish.
+        UNROLLED: tl.constexpr = GROUPS if GROUPS <= MOST_UNROLLED else 1
+        for first in range(0, GROUPS, UNROLLED):
+            for group in tl.static_range(UNROLLED):
                 _store_group(
-                    latent_row, rope_row, pool_latent_row, pool_rope_row, scales_row, group, kept, LATENT, ROPE,
-                    FP8_ROPE, GROUP, ROPE_SCALED, E8M0, FIXED_SIGMA, POWER_OF_TWO, FLOOR, CEILING, LATENT_BLOCK,
-                    ROPE_BLOCK, ROUNDS_E4M3,
+                    latent_row, rope_row, pool_latent_row, pool_rope_row, scales_row, stride_scales_group,
+                    first + group, kept, LATENT, ROPE, FP8_ROPE, GROUP, ROPE_SCALED, E8M0, FIXED_SIGMA, POWER_OF_TWO,
+                    FLOOR, CEILING, LATENT_BLOCK, ROPE_BLOCK, ROUNDS_E4M3,
                 )  # fmt: skip
-                scales_row += stride_scales_group
-        else:
-            for group in range(GROUPS):
-                _store_group(
-                    latent_row, rope_row, pool_latent_row, pool_rope_row, scales_row, group, kept, LATENT, ROPE,
-                    FP8_ROPE, GROUP, ROPE_SCALED, E8M0, FIXED_SIGMA, POWER_OF_TWO, FLOOR, CEILING, LATENT_BLOCK,
-                    ROPE_BLOCK, ROUNDS_E4M3,
-                )  # fmt: skip
-                scales_row += stride_scales_group
         if not ROPE_SCALED:
             _copy_columns(rope_row, pool_rope_row, kept, ROPE)
 
@@ -289,7 +289,8 @@ def _store_group(
     rope_row,
     pool_latent_row,
     pool_rope_row,
-    scale,
+    scales_row,
+    stride_scales_group,
     group,
     kept,
     LATENT: tl.constexpr,
@@ -307,6 +308,7 @@ def _store_group(
     ROUNDS_E4M3: tl.constexpr,
 ):
     """Quantise and write the columns of one scale group: those of the latent, those of the rope, and the scale."""
+    scale = scales_row + tl.cast(group, tl.int64) * stride_scales_group
     first = group * GROUP
     end = first + GROUP
     column = first + tl.arange(0, LATENT_BLOCK)
@@ -393,6 +395,6 @@ def _find_pages(
 def _find_slots(mapping, stride_mapping, token, tokens, pages, page_size):
     """Page and slot of each token, int64; the page is -1 where the mapping names none of the pool."""
     place = tl.load(mapping + token.to(tl.int64) * stride_mapping, mask=token < tokens, other=-1)
-    inside = (place >= 0) & (place < pages.to(tl.int64) * page_size)
+    inside = (place >= 0) & (place < tl.cast(pages, tl.int64) * page_size)
     near = tl.where(inside, place, 0).to(tl.int32)  # 64-bit division costs a hundred instructions
     return tl.where(inside, near // page_size, -1).to(tl.int64), (near % page_size).to(tl.int64)

@@ -18,6 +18,7 @@ from pagedmla.kv_cache.checks import dtype_name, refuse
 ROWS = (16, 32, 64)
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALLEST_CHUNK = 64  # columns: the M of a warpgroup MMA
+_SMALLEST_WGMMA_CHUNK = 128
 _ROOMY = 128 * 1024  # bytes of shared memory a block, from which 64 keys and 64 rows fit together
 
 
@@ -31,6 +32,7 @@ class Tile:
     ROPE_CHUNK: int
     LATENT_MMA: str
     ROPE_MMA: str
+    SPLIT_QUERIES: bool
     PRECISION: str
     DEQUANTISE: bool
     NATIVE_E4M3: bool
@@ -62,27 +64,35 @@ def choose_tile(
         return _float32_tile(dequantise, target)
     if known["FP8_LATENT"] and query_dtype == torch.float32:
         refuse("q", "bfloat16 or float16 for an FP8 cache", dtype_name(query_dtype))
-    roomy = target.shared_per_block > _ROOMY
-    tile_rows = _rows_for(rows, 64 if roomy else 32)
-    warpgroup_mma = target.name in ("sm_90", "sm_100")  # 64 rows of M, so that many keys
+    split = latent_mma == "bfloat16" and query_dtype == torch.float16
+    tile_rows = _rows_for(rows, _largest_rows(target, split), target)
     prefetch = known["FP8_LATENT"]
     if prefetch and tile_rows == 64:
         chunk = min(chunk, 128)
+    # WGMMA has 64 keys as its M. Narrow chunks leave it to the warps' own MMA: see "ptxas 12.8" in the docs.
+    warpgroups = _has_warpgroup_mma(target) and chunk >= _SMALLEST_WGMMA_CHUNK
     return Tile(
         ROWS=tile_rows,
-        TILE=64 if warpgroup_mma else 32,
+        TILE=64 if warpgroups else 32,
         CHUNK=chunk,
         ROPE_CHUNK=rope_chunk,
         LATENT_MMA=latent_mma,
         ROPE_MMA=rope_mma,
-        PRECISION=_precision(target),
+        SPLIT_QUERIES=query_dtype == torch.float16 and "bfloat16" in (latent_mma, rope_mma),
+        PRECISION=float32_precision(target),
         DEQUANTISE=False,
         NATIVE_E4M3=target.native_e4m3,
         PREFETCH=prefetch,
-        PREFETCH_ROPE=prefetch and known["FP8_ROPE"] and chunk == known["LATENT"],
+        # Where two blocks of 16 rows and 64 keys share an SM, registers count for more than the rope's latency.
+        PREFETCH_ROPE=(
+            prefetch
+            and known["FP8_ROPE"]
+            and chunk == known["LATENT"]
+            and not (tile_rows == 16 and _has_warpgroup_mma(target))
+        ),
         num_warps=4 if tile_rows == 16 else 8,
         # A second stage of bf16 keys fits Hopper; Blackwell's build needs a little more than its shared memory for it.
-        num_stages=2 if latent_mma == "bfloat16" and tile_rows == 16 and target.name == "sm_90" else 1,
+        num_stages=2 if not prefetch and tile_rows == 16 and target.name == "sm_90" else 1,
     )
 
 
@@ -95,7 +105,8 @@ def _float32_tile(dequantise: bool, target: Target) -> Tile:
         ROPE_CHUNK=64,
         LATENT_MMA="float32",
         ROPE_MMA="float32",
-        PRECISION=_precision(target),
+        SPLIT_QUERIES=False,
+        PRECISION=float32_precision(target),
         DEQUANTISE=dequantise,
         NATIVE_E4M3=target.native_e4m3,
         PREFETCH=False,
@@ -105,23 +116,38 @@ def _float32_tile(dequantise: bool, target: Target) -> Tile:
     )
 
 
-def _rows_for(rows: int, largest: int) -> int:
-    """The smallest tile of rows that holds a request, or the largest there is. A larger tile reads each key less
-    often, a
-    smaller one pads less."""
+def _largest_rows(target: Target, split: bool) -> int:
+    """Rows of the largest tile that is worth it: on AMD it spills hundreds of words beyond 16, where tiles of 16 cost
+    less. Queries that are `split` in two parts take twice the room."""
+    if target.backend == "hip":
+        return 16
+    largest = 64 if target.shared_per_block > _ROOMY else 32
+    return largest // 2 if split and not _has_warpgroup_mma(target) else largest
+
+
+def _has_warpgroup_mma(target: Target) -> bool:
+    return target.name in ("sm_90", "sm_100")
+
+
+def _rows_for(rows: int, largest: int, target: Target) -> int:
+    """The smallest tile of rows that holds a request, or the largest there is: a larger tile reads each key less often,
+    a smaller one pads less. On Hopper two tiles of 16 stand for one of 32, which ptxas 12.8 gets wrong (docs)."""
+    if target.name == "sm_90" and 16 < rows <= 32:
+        return 16
     return next((size for size in ROWS if rows <= size or size == largest), largest)
 
 
-def _precision(target: Target) -> str:
+def float32_precision(target: Target) -> str:
     """Of float32 MMAs: three TF32 products come within 2^-21, and AMD has no TF32 that Triton knows on all targets."""
     return "tf32x3" if target.backend == "cuda" else "ieee"
 
 
 def _mma_type(cache: torch.dtype, query: torch.dtype) -> str:
-    """The narrowest type that holds both operands exactly; float16 does after the row scaling of device/rows.py."""
+    """The narrowest type that holds both operands exactly: float16 does after the row scaling of device/rows.py, and
+    bfloat16 holds a float16 query in two parts (device/attention.py::load_queries)."""
     if cache == torch.uint8 or (cache == torch.float16 and query != torch.float32):
         return "float16"
-    if cache == torch.bfloat16 and query == torch.bfloat16:
+    if cache == torch.bfloat16 and query != torch.float32:
         return "bfloat16"
     return "float32"
 

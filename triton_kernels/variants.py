@@ -34,8 +34,9 @@ LAYOUTS = (
 SERVED = (("fp8_flat", None), ("fp8_rope_bf16", None), ("fp8_ds_mla", None))  # what engines keep in FP8
 # One layout for each kind of arithmetic. The others differ from these in types of a width or in constants.
 KINDS = (("bf16", None), ("fp32", None), ("fp8_flat", 40), *SERVED)
+WITH_BF16 = (("bf16", None), ("fp8_rope_bf16", None), ("fp8_ds_mla", None))  # float16 queries are split for these
 BUDGETED = "sm_90"  # the target with every layout, every tile of rows, small pages and mixed
-HEADS = (16, 32, 128)  # one for each tile of rows
+HEADS = (16, 32, 128)  # one for each size of a request that tiles.py tells apart
 PAGE_SIZE = 64  # a multiple of every tile of keys
 SMALL_PAGE = 16  # a tile of keys takes several
 HEAD_WIDTHS = ((192, 128), (128, 128), (64, 64))  # of keys and values, once decompressed
@@ -72,9 +73,10 @@ def variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
 def attention_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
     """Decode for every kind of layout and the least and largest tile of rows, for each target, writing split states.
 
-    On BUDGETED also the other layouts and tiles, mixed, which has decode's loop behind another prologue, and small
-    pages, which change addresses alone. An undivided call differs in the type of `out`, another slot stride or
-    granularity in constants: Triton builds those when they are first used.
+    Also, for what engines serve and 16 rows, mixed, which has decode's loop behind another prologue, and small pages,
+    which change addresses alone; on BUDGETED all tiles of these, the other layouts, and float16 queries. An undivided
+    call differs in the type of `out`, another slot stride or granularity in constants: Triton builds those when they
+    are first used.
     """
     found: list[Variant] = []
     for name in targets:
@@ -82,11 +84,16 @@ def attention_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]
         if name != BUDGETED:
             for layout in KINDS:
                 found += [_attention("decode", layout, PAGE_SIZE, heads, target) for heads in (HEADS[0], HEADS[-1])]
+            for layout in SERVED:
+                found.append(_attention("mixed", layout, PAGE_SIZE, HEADS[0], target))
+                found.append(_attention("decode", layout, SMALL_PAGE, HEADS[0], target))
             continue
         for heads in HEADS:
             found += [_attention("decode", layout, PAGE_SIZE, heads, target) for layout in LAYOUTS]
             found += [_attention("mixed", layout, PAGE_SIZE, heads, target) for layout in SERVED]
             found += [_attention("decode", layout, SMALL_PAGE, heads, target) for layout in SERVED]
+            found += [_attention("mixed", layout, SMALL_PAGE, heads, target) for layout in SERVED]
+            found += [_attention("decode", layout, PAGE_SIZE, heads, target, torch.float16) for layout in WITH_BF16]
     return _distinct(found)
 
 
@@ -105,18 +112,26 @@ def step_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
 
 
 def _distinct(found: list[Variant]) -> list[Variant]:
-    """Without repetitions: where a layout has one tile of rows, calls share a variant."""
+    """Without repetitions: calls that get one tile share a variant, 16 and 32 heads on Hopper, or all over float32."""
     return [variant for index, variant in enumerate(found) if variant not in found[:index]]
 
 
-def _attention(kernel: str, layout_of: tuple[str, int | None], page_size: int, heads: int, target: Target) -> Variant:
+def _attention(
+    kernel: str,
+    layout_of: tuple[str, int | None],
+    page_size: int,
+    heads: int,
+    target: Target,
+    query_dtype: torch.dtype | None = None,
+) -> Variant:
+    """`query_dtype` None: the cache's own where it isn't FP8, else bfloat16."""
     from pagedmla.triton_kernels.decode import attend_decode
     from pagedmla.triton_kernels.mixed import attend_mixed
 
     layout = get_layout(layout_of[0], granularity=layout_of[1])
     planes = _planes(layout, page_size)
-    dtype = torch.float32 if layout.name == "fp32" else torch.float16 if layout.name == "fp16" else torch.bfloat16
-    q = _meta(_REQUESTS, heads, layout.width, dtype=dtype)
+    usual = {"fp32": torch.float32, "fp16": torch.float16}.get(layout.name, torch.bfloat16)
+    q = _meta(_REQUESTS, heads, layout.width, dtype=query_dtype or usual)
     out = _meta(_SPLITS, _REQUESTS, heads, layout.latent, dtype=torch.float32)
     lse = _meta(_SPLITS, _REQUESTS, heads, dtype=torch.float32)
     table, lengths, starts = (

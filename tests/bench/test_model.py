@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pagedmla.bench.model import floor_of, issue_slots, model_rows
+from pagedmla.bench.report import TABLE
 from pagedmla.hardware.cost import B200, H100, H200
 
 
 def row(**changed):
     made = {
         "kernel": "decode", "executor": "triton", "target": "sm_90", "layout": "fp8_rope_bf16", "rows": 16,
-        "warp_instructions_per_token": 70.0, "bytes_per_token": 644.0, "options": {"GROUP": 512, "PAGE_SIZE": 64},
+        "warp_instructions_per_token": 70.0, "bytes_per_token": 644.0,
+        "options": {"GROUP": 512, "PAGE_SIZE": 64, "SPLIT_QUERIES": False},
     }  # fmt: skip
     return {**made, **changed}
 
@@ -52,3 +56,13 @@ def test_rows_say_that_they_are_a_model() -> None:
     assert [made["gpu"] for made in rows] == ["H100 SXM", "H200", "B200"]
     assert {made["source"] for made in rows} == {"model"}
     assert not {"microseconds", "gb_per_s"} & rows[0].keys()
+
+
+def test_no_two_rows_look_alike() -> None:
+    """`pagedmla bench` printed rows twice with different figures: the second were those of float16 queries, which the
+    row didn't name."""
+    rows = model_rows(json.loads(TABLE.read_text(encoding="utf-8")))
+    figures = {"memory_ns", "issue_ns", "tensor_ns", "bound", "share_of_bandwidth"}
+    labels = [tuple(value for name, value in made.items() if name not in figures) for made in rows]
+    assert len(set(labels)) == len(labels)
+    assert {made["split_queries"] for made in rows} == {False, True}

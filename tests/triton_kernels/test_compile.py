@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from pagedmla.hardware.targets import TARGETS, assumed_target, find_target, targ
 from pagedmla.triton_kernels import compile
 from pagedmla.triton_kernels.compile import compile_all, compile_variant
 from pagedmla.triton_kernels.merge import merge
+from pagedmla.triton_kernels.prefill import prefill
 from pagedmla.triton_kernels.recording import record, specialise
 from pagedmla.triton_kernels.variants import Variant, step_variants
 
@@ -66,7 +68,7 @@ def test_main_loop_is_what_the_back_edge_encloses():
     """)
     loop = sass.find_main_loop(code)
     assert opcodes(code, loop) == ["LDSM.16.M88.4", "HMMA.16816.F32", "IADD3", "BRA"]
-    assert sass.count_classes(code[i] for i in loop.body) == {"shared": 1, "tensor": 1, "integer": 1, "control": 1}
+    assert Counter(sass.classify(code[i]) for i in loop.body) == {"shared": 1, "tensor": 1, "integer": 1, "control": 1}
     assert [instruction.opcode for instruction in sass.straight_line(code)][-1] == "EXIT"
     assert len(sass.straight_line(code)) == 8
 
@@ -449,6 +451,31 @@ def test_prefill_multiplies_by_warpgroups_on_hopper(tmp_path):
     assert row["spill_words_in_loop"] <= 16
     # An H200 SM does 128 x 640 FLOPs a key in 20 cycles, which is 80 issue slots: below that the tensor cores decide.
     assert row["warp_instructions_per_token"] < 80
+
+
+@pytest.mark.parametrize(
+    ("target", "key_columns", "value_columns"), [("sm_90", 256, 256), ("sm_89", 192, 128), ("sm_80", 256, 64)]
+)
+def test_prefill_in_float32_fits(target, key_columns, value_columns):
+    """On an H200 heads of 256 columns in float32 ended in OutOfResources: the tile was chosen by what its operands
+    take, and the parts of a TF32 product take more."""
+
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, v = meta(64, 2, key_columns), meta(64, 2, key_columns), meta(64, 2, value_columns)
+    starts = meta(2, dtype=torch.int32)
+    (launched,) = record(
+        lambda: prefill(q, k, v, starts, starts, meta(64, 2, value_columns), sm_scale=1.0), TARGETS[target]
+    )
+    types = specialise(launched)
+    options = dict(types.options)
+    variant = replace(
+        PRODUCT, kernel="prefill", function="pagedmla.triton_kernels.prefill:prefill_kernel",
+        signature=types.signature, constants=types.constants, divisible_by_16=types.divisible_by_16,
+        num_warps=options.pop("num_warps"), num_stages=options.pop("num_stages"), options=options,
+    )  # fmt: skip
+    assert "refused" not in compile_variant(variant, target)
 
 
 @pytest.mark.parametrize(("kernel", "budget"), [("store", 355), ("decompress", 355)])

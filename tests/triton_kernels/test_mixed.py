@@ -13,7 +13,7 @@ import dataclasses
 import pytest
 import torch
 from cases.attending import INF, assert_agrees, merged, planes_of, results, run_mixed
-from cases.steps import LAYOUTS, StepCase, as_table, build_step, with_values
+from cases.steps import LAYOUTS, StepCase, as_table, build_step, with_rows, with_values
 
 from pagedmla.kv_cache.layouts import get_layout, per_tensor_scale
 from pagedmla.kv_cache.paged_tensor import PagedTensor, raw_view
@@ -24,6 +24,7 @@ RAGGED = StepCase((1, 3, 5, 1), (70, 3, 40, 1), page_size=16, heads=3)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(guarded, layout):
+    """FlashMLA#28: users wanted as many query tokens as each request has; one number served all, and 1,024 asserted."""
     step = build_step(RAGGED, layout, dtype=torch.bfloat16)
     assert_agrees(step, run_mixed(guarded, step))
 
@@ -85,11 +86,20 @@ def test_not_causal(guarded):
     assert_agrees(step, run_mixed(guarded, step))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_query_dtypes(guarded, dtype):
-    """Float16 queries meet a bf16 rope exactly, and float32 ones an unquantised cache."""
-    layout = "fp8_rope_bf16" if dtype == torch.float16 else "bf16"
-    step = build_step(StepCase((2,), (21,)), layout, dtype=dtype)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float16_queries(guarded, layout):
+    """bfloat16 holds a float16 query only in two parts: one alone leaves logits 2^-9 of their terms wrong."""
+    step = build_step(StepCase((2,), (21,)), layout, dtype=torch.float16)
+    assert_agrees(step, run_mixed(guarded, step))
+
+
+def test_float32_queries(guarded):
+    step = build_step(StepCase((2,), (21,)), "bf16", dtype=torch.float32)
+    assert_agrees(step, run_mixed(guarded, step))
+
+
+def test_bfloat16_queries_over_float16(guarded):
+    step = build_step(StepCase((2,), (21,)), "fp16", dtype=torch.bfloat16)
     assert_agrees(step, run_mixed(guarded, step))
 
 
@@ -108,6 +118,62 @@ def test_magnitudes(guarded, layout, magnitude):
     case = StepCase((1,), (70,), magnitude=magnitude, rope_magnitude=magnitude)
     step = build_step(case, layout, dtype=torch.bfloat16)
     assert_agrees(step, run_mixed(guarded, step), out_bound=1e-3)
+
+
+FLOAT16_MMA = [name for name in LAYOUTS if name not in ("bf16", "fp32")]
+
+
+@pytest.mark.parametrize("heads", [2, 40])
+@pytest.mark.parametrize("layout", FLOAT16_MMA)
+@pytest.mark.parametrize(("magnitude", "rope_magnitude"), [(1e4, 1e-6), (1e-6, 1e4)])
+def test_latent_and_rope_of_very_different_size(guarded, layout, magnitude, rope_magnitude, heads):
+    """One power of two scaled a query's latent and rope to float16 together: at a ratio of 1e8 and more the smaller one
+    lost its bits, and lse was off by up to 1e-2. The first head's halves are alike, so that a tile has rows of both
+    kinds; 40 heads fill a tile of 64, where the ratio is left to a branch."""
+    case = StepCase((1,), (70,), heads=heads, magnitude=magnitude, rope_magnitude=rope_magnitude)
+    step = build_step(case, layout, dtype=torch.bfloat16)
+    q = step.q.clone()
+    if magnitude > rope_magnitude:
+        q[:, 0, 512:] = q[:, 0, :64]
+    else:
+        q[:, 0, :512] = q[:, 0, 512:].repeat(1, 8)
+    step = dataclasses.replace(step, q=q)
+    assert_agrees(step, run_mixed(guarded, step))
+
+
+@pytest.mark.parametrize("layout", FLOAT16_MMA)
+@pytest.mark.parametrize(("latent", "rope"), [(0, 1), (1, 0), (0, 0), (0, 1e-30), (1e-30, 0), (1e30, 1e-30)])
+def test_queries_one_half_of_which_is_zero_or_far_away(guarded, layout, latent, rope):
+    """The power of two of a half without numbers must not lead the other's out of float32."""
+    step = build_step(StepCase((1,), (70,)), layout, dtype=torch.bfloat16)
+    q = step.q.clone()
+    q[..., :512] *= latent
+    q[..., 512:] *= rope
+    step = dataclasses.replace(step, q=q, sm_scale=step.sm_scale / max(latent, rope, 1e-30))
+    assert_agrees(step, run_mixed(guarded, step))
+
+
+@pytest.mark.parametrize("ratio", [1e5, 1e10, 1e12])
+def test_weights_lose_what_lies_2_to_the_39_below_the_largest(guarded, ratio):
+    """An attention sink with a large sigma starves the others' float16 weights. A weight p * sigma is rounded by 2^-11
+    of itself or, if that is more, by 2^-39 of the row's largest: docs/limitations.md. Where the sink's own values are
+    0, a ratio of 1e5 shows nothing and one of 1e12 leaves little."""
+    step = build_step(StepCase((1,), (70,)), "fp8_rope_bf16", dtype=torch.bfloat16)
+    latent = torch.randn(70, 512, generator=torch.Generator().manual_seed(3)) * 1e-6
+    latent[0] *= ratio
+    latent[0, 256:] = 0
+    made = step.layout.quantize(latent, torch.zeros(70, 64))
+    step = with_rows(step, [latent], [torch.zeros(70, 64)])
+    step = dataclasses.replace(step, q=torch.zeros_like(step.q))  # each key has the weight 1 / 70
+    out, lse = run_mixed(guarded, step)
+    want, want_lse = step.dense_attention()
+    torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=1e-5)
+    weights = made.scales.double()[:, 0] / 70  # [70]
+    lost = torch.maximum(2.0**-11 * weights, 2.0**-39 * weights.max())
+    codes = (step.rows[0][:, :512] / made.scales.double()).abs()
+    assert bool(((out.double() - want).abs() <= 1.01 * (lost @ codes)).all())
+    silent = (out.double() - want)[..., 256:].norm() / want[..., 256:].norm()
+    assert silent < 4e-3 if ratio == 1e5 else silent > (4e-3 if ratio == 1e10 else 0.5)
 
 
 def test_tokens_of_very_different_size(guarded):
@@ -159,13 +225,62 @@ def test_splits_merge_to_the_whole(guarded, splits):
 
 
 def test_requests_without_keys_and_padding_rows(guarded):
-    """vllm#35969, FlashMLA#11: length 0 with a table of -1 between live requests, and query tokens nobody owns."""
+    """vllm#35969, FlashMLA#11, and flashinfer#868, which gave garbage: length 0 with a table of -1 between live
+    requests, and query tokens nobody owns."""
     step = build_step(StepCase((1, 1, 1), (0, 33, 0)), "fp8_rope_bf16", dtype=torch.bfloat16)
     assert step.values.cache_lengths[0].item() == -1
     out, lse = run_mixed(guarded, step, padding=20)
     assert_agrees(step, (out[:3], lse[:3]))
     assert bool((out[3:] == 0).all())
     assert bool((lse[3:] == -INF).all())
+
+
+@pytest.mark.parametrize("layout", ["fp8_rope_bf16", "fp8_flat-g128", "bf16"])
+@pytest.mark.parametrize("half", ["latent", "rope"])
+def test_where_nan_of_a_live_token_goes(guarded, layout, half):
+    """Request 0 has three query tokens in one tile of rows, and its last token, which the third alone sees, holds NaN.
+    In the latent it is a value too, and 0 * NaN is NaN: the outputs of the tile's other rows are lost, their lse isn't.
+    In the rope it reaches the third alone. Request 1 doesn't change by a bit."""
+    step = build_step(StepCase((3, 2), (70, 66), heads=2), layout, dtype=torch.bfloat16)
+    want = run_mixed(guarded, step)
+    _poison(step, 69, half)
+    out, lse = run_mixed(guarded, step)
+    assert bool(out[2].isnan().all() if half == "rope" else out[2, :, 7].isnan().all())
+    assert bool(lse[2].isnan().all())
+    assert torch.equal(lse[:2], want[1][:2])
+    if half == "latent":
+        assert bool(out[:2, :, 7].isnan().all())
+        assert torch.equal(out[:2, :, 8:], want[0][:2, :, 8:])  # columns that hold numbers
+    else:
+        assert torch.equal(out[:2], want[0][:2])
+    for got, expected in zip((out, lse), want):
+        assert torch.equal(got[3:], expected[3:])
+
+
+def test_nan_behind_a_tile_of_keys_stays_there(guarded):
+    """80 query tokens of one head are two tiles of rows over 80 keys. The first sees 64 keys and reads one tile of
+    them; NaN in the second tile of keys isn't read for it."""
+    step = build_step(StepCase((80,), (80,), heads=1), "fp8_rope_bf16", dtype=torch.bfloat16)
+    want = run_mixed(guarded, step)
+    _poison(step, 64, "latent")
+    out, lse = run_mixed(guarded, step)
+    assert torch.equal(out[:64], want[0][:64])
+    assert torch.equal(lse[:64], want[1][:64])
+    assert bool(out[64:, :, 7].isnan().all())
+
+
+def _poison(step, token, half):
+    """NaN into column 7 of one half of a token of request 0."""
+    page = int(step.values.lookup_table[0, token // 16])
+    row = raw_view(step.values.kv_blocks)[page, 0, step.layer, token % 16, 0]
+    bytes_of = row.view(torch.uint8)
+    if step.layout.name == "bf16":
+        first, size = (7 if half == "latent" else 519) * 2, 2
+    elif half == "latent":
+        first, size = 7, 1
+    else:
+        first, size = (519, 1) if step.layout.name == "fp8_flat" else (512 + 14, 2)
+    bytes_of[first : first + size] = torch.tensor([0xC1, 0x7F][-size:] if size == 2 else [0x7F], dtype=torch.uint8)
 
 
 def test_causal_rows_that_see_nothing(guarded):

@@ -233,6 +233,29 @@ def test_only_padding(guarded, lengths):
     assert torch.equal(lse, torch.full_like(lse, -INF))
 
 
+@pytest.mark.parametrize("plane", ["k", "v"])
+def test_where_nan_goes(guarded, plane):
+    """The last key of request 0 is NaN; its last query alone sees it. In a key, a NaN score that is masked leaves no
+    trace. In a value, 0 * NaN is NaN, and the tile's other rows lose that column of their outputs, not their lse. The
+    other request, and columns that hold numbers, don't change by a bit."""
+    batch = Batch(guarded, [(3, 5), (2, 4)], 1, (16, 16))
+    want, want_lse = batch.run()
+    getattr(batch, plane)[4, 0, 7] = NAN
+    out, lse = batch.run()
+    assert torch.equal(out[3:], want[3:])
+    assert torch.equal(lse[3:], want_lse[3:])
+    assert torch.equal(lse[:2], want_lse[:2])
+    if plane == "k":
+        assert torch.equal(out[:2], want[:2])
+        assert bool(out[2].isnan().all())
+        assert bool(lse[2].isnan().all())
+    else:
+        assert bool(out[:3, :, 7].isnan().all())
+        others = [column for column in range(16) if column != 7]
+        assert torch.equal(out[:3][..., others], want[:3][..., others])
+        assert torch.equal(lse, want_lse)
+
+
 def test_columns_split_without_waste():
     assert [split_columns(n) for n in (1, 16, 24, 40, 64, 80, 96, 128, 192, 256)] == [
         (16, 0), (16, 0), (32, 0), (32, 16), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0),

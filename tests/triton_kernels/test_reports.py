@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases.attending import run_decode
 from cases.bounds import LSE_ABSOLUTE, assert_kernel_agrees
 from cases.steps import Step, StepCase, build_step, with_rows, with_values
 from torch import Tensor
 
 import pagedmla
 from pagedmla import get_layout
+from pagedmla.hardware.targets import TARGETS, assumed_target
 from pagedmla.kv_cache.paged_tensor import raw_view
 
 pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
@@ -27,6 +29,7 @@ from pagedmla.triton_kernels.variants import attention_variants
 
 TOLD_ELSEWHERE = {
     "FlashMLA#11": "test_mixed.py::test_requests_without_keys_and_padding_rows",
+    "flashinfer#868": "test_mixed.py::test_requests_without_keys_and_padding_rows",
     "vllm#35969": "test_decode.py::test_splits_and_padding_rows",
     "sglang#39899": "test_decode.py::test_a_step_without_requests",
     "vllm#27491": "test_merge.py::test_all_splits_empty_gives_the_empty_state",
@@ -37,6 +40,7 @@ TOLD_ELSEWHERE = {
     "MAX": "test_store.py::test_scale_pool_may_be_larger_or_smaller_than_the_value_pool",
     "flashinfer#3915": "test_mixed.py::test_strided_tables",
     "vllm#51848": "test_decode.py::test_rows_fold",
+    "FlashMLA#28": "test_mixed.py::test_layouts",
     "vllm#45227": "test_mixed.py::test_causal_rows_that_see_nothing",
     "FlashMLA#182": "test_mixed.py::test_seventy_thousand_rows_stay_on_the_first_axis",
     "vllm#49435": "test_store.py::test_zero_token_keeps_a_positive_scale",
@@ -165,6 +169,30 @@ def test_aiter_3046_queries_of_128_heads_keep_their_mask():
     assert_kernel_agrees((out, lse), step.dense_attention())
 
 
+@pytest.mark.parametrize(
+    ("target", "q_len", "tiles"),
+    [
+        ("sm_90", 1, 1),
+        ("sm_90", 2, 2),
+        ("sm_90", 3, 1),
+        ("sm_90", 4, 1),
+        ("sm_90", 5, 2),
+        ("sm_90", 8, 2),
+        ("sm_100", 2, 1),
+    ],
+)
+def test_flashmla_30_keys_are_read_once_for_64_rows(guarded, recorded, target, q_len, tiles):
+    """Speculative decoding fell off a cliff where a request's rows left one tile, since each further tile reads the
+    cache again: the tile must grow with the rows. 16 heads fill 64 rows with four query tokens; until then a request is
+    one program a split, and from there on one for every 64 rows. Only on Hopper two tokens are two tiles of 16, for
+    want of a compiler that gets tiles of 32 right."""
+    step = make_step(StepCase((q_len,) * 3, (70,) * 3, heads=16))
+    with assumed_target(TARGETS[target]):
+        run_decode(guarded, step)
+    ((kernel, grid, _),) = recorded
+    assert (kernel, grid[0]) == ("decode_kernel", 3 * tiles)
+
+
 def test_vllm_54035_decode_is_prefill_token_by_token():
     """Decoding differed from prefill from position 97 on, where the kernel's second tile began."""
     step = make_step(StepCase((4,), (98,)))
@@ -253,6 +281,22 @@ def test_fa_104_no_narrow_accumulator():
     assert types == {("float16", "float16"), ("float16", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")}
 
 
+def test_flashmla_192_what_accuracy_costs_is_written_down():
+    """An accuracy fix made decoding slower, and users asked for the trade in writing. Ours: no FP8 MMA for scores,
+    since queries rounded to e4m3 move lse by 1e-2 where ours is within 1e-5. docs/kernels/decode_triton.md says so, and
+    this is the figure."""
+    step = make_step(StepCase((1,), (130,), heads=16))
+    want = step.dense_attention()[1]
+    ours = float((attend(step)[1].double() - want).abs().max())
+    scale = step.q.float().abs().amax(-1, keepdim=True) / 448
+    rounded = (step.q.float() / scale).to(torch.float8_e4m3fn).double() * scale
+    theirs = float((replace(step, q=rounded).dense_attention()[1] - want).abs().max())
+    assert ours < LSE_ABSOLUTE
+    assert 3e-3 < theirs < 3e-2
+    page = Path(__file__).parents[2] / "docs/kernels/decode_triton.md"
+    assert "FP8 MMA for scores isn't used" in page.read_text(encoding="utf-8")
+
+
 # -- states and splits -------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +334,27 @@ def test_vllm_51119_a_captured_split_serves_every_length(recorded):
     assert grids[0] == grids[1]
     (_, (_, parts)), _ = grids[0]
     assert parts > 1
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pool", "asked"), [("fp8_ds_mla", "fp8_flat"), ("fp8_flat", "fp8_ds_mla")])
+def test_gcnasm_50_two_layouts_are_called_fp8_mla(pool, asked):
+    """FP8 MLA meant rows of 576 bytes to one project and of 656 to another, and it took an analysis to see why results
+    differed. A pool read as the other is refused, by name."""
+    step = make_step(StepCase((1,), (5,)), pool)
+    with pytest.raises(ValueError, match=rf"kv_blocks: .* for layout {asked}; .* A pool of such rows is {pool}\."):
+        attend(step, layout=get_layout(asked))
+
+
+@pytest.mark.parametrize(("pool", "asked"), [("bf16", "fp8_flat"), ("fp8_flat", "bf16")])
+def test_modular_6432_a_dtype_that_doesnt_fit_is_explained(pool, asked):
+    """An FP8 cache failed with "expected input to be dtype float8_e4m3fn, got bfloat16", which is right and helps
+    nobody: the sentence must name the tensor, the layout that asks for the dtype, and the layout that the pool has."""
+    step = make_step(StepCase((1,), (5,)), pool)
+    with pytest.raises(ValueError, match=rf"kv_blocks: expected .* for layout {asked}; got .* is {pool}\."):
+        attend(step, layout=get_layout(asked))
 
 
 # -- pools -------------------------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ def attend_rows(
     ROPE_CHUNK: tl.constexpr,
     LATENT_MMA: tl.constexpr,  # element type of the MMAs over latent columns: "float16", "bfloat16" or "float32"
     ROPE_MMA: tl.constexpr,
+    SPLIT_QUERIES: tl.constexpr,  # float16 ones in two parts for bfloat16 MMAs
     PRECISION: tl.constexpr,  # of float32 MMAs
     DEQUANTISE: tl.constexpr,  # multiply elements by their scales, for groups that no chunk fits
     NATIVE_E4M3: tl.constexpr,
@@ -88,9 +89,17 @@ def attend_rows(
     CHUNKS: tl.constexpr = LATENT // CHUNK
     ROPE_CHUNKS: tl.constexpr = ROPE // ROPE_CHUNK
     FOLDED: tl.constexpr = 0 if DEQUANTISE else GROUPS  # scales that scores and weights take
+    LATENT_SCALES: tl.constexpr = (LATENT + GROUP - 1) // GROUP
     HEADROOM: tl.constexpr = 16384.0 if LATENT_MMA == "float16" else 1.0
     # Many rows or many scales leave no registers for the next tile's bytes until the scores are done.
     FETCH_LATE: tl.constexpr = PREFETCH and (ROWS == 64 or FOLDED > FEW_SCALES)
+    # ptxas 12.8 loses WGMMA descriptors where the loop reuses one operand's shared memory for another
+    # (hardware/unwritten.py finds it). Three forms keep it from that: a rope that passes through registers, weights
+    # that are all made before the value MMAs, and, where elements are dequantised, hoisted invariants. What they don't
+    # cure, tiles.py keeps out of its tiles.
+    WARPGROUPS: tl.constexpr = TILE == 64
+    ROPE_BITS: tl.constexpr = WARPGROUPS and ROWS == 16 and FOLDED > 0 and not FP8_ROPE
+    WEIGHTS_FIRST: tl.constexpr = WARPGROUPS and ROWS == 16 and FOLDED <= FEW_SCALES
     LATENT_TYPE: tl.constexpr = (
         tl.float16 if LATENT_MMA == "float16" else tl.bfloat16 if LATENT_MMA == "bfloat16" else tl.float32
     )
@@ -98,6 +107,8 @@ def attend_rows(
         tl.float16 if ROPE_MMA == "float16" else tl.bfloat16 if ROPE_MMA == "bfloat16" else tl.float32
     )
 
+    if ROPE_BITS:
+        rope = rope.to(tl.pointer_type(tl.int16), bitcast=True)
     split = tl.program_id(1)
     token, head, valid = fold_row(first_row, row_count, heads, ROWS)
     limits = key_limits(token, valid, cache_length, kv_len, CAUSAL)
@@ -108,10 +119,11 @@ def attend_rows(
         begin = make_uniform(begin)
 
     q_offsets = (first_token + token).to(tl.int64) * stride_q_token + head.to(tl.int64) * stride_q_head
-    q_latent, q_rope, row_scale = load_queries(
-        q, q_offsets, valid, LATENT, ROPE, CHUNK, ROPE_CHUNK, ROWS, LATENT_TYPE, ROPE_TYPE
+    q_latent, q_rope, row_scale, rope_ratio = load_queries(
+        q, q_offsets, valid, LATENT, ROPE, CHUNK, ROPE_CHUNK, ROWS, LATENT_TYPE, ROPE_TYPE, SPLIT_QUERIES
     )
     row_scale *= score_scale
+    uneven = make_uniform(tl.max((rope_ratio != 1.0).to(tl.int32), 0)) != 0  # in a row, latent and rope
 
     out_t = ()
     for _ in tl.static_range(CHUNKS):
@@ -134,7 +146,8 @@ def attend_rows(
             rope_keys = widen_columns(fetched_rope, ROPE_CHUNKS, FP8_ROPE, NATIVE_E4M3, ROPE_TYPE)
         next_pages = find_pages(table_row, begin + TILE, end, TILE, PAGE_SIZE)
 
-    for start in tl.range(begin, end, TILE, disable_licm=True):
+    # Hoisted invariants spill, and where elements are dequantised descriptors are lost without hoisting (see above).
+    for start in tl.range(begin, end, TILE, disable_licm=not DEQUANTISE):
         if PREFETCH and not FETCH_LATE:
             fetched = fetch_rows(
                 latent,
@@ -170,7 +183,7 @@ def attend_rows(
             fetched_rope = fetch_rows(
                 rope, pages, start, end, stride_rope_page, STRIDE_ROPE_SLOT, TILE, PAGE_SIZE, ROPE, ROPE_CHUNK
             )
-            rope_keys = widen_columns(fetched_rope, ROPE_CHUNKS, FP8_ROPE, NATIVE_E4M3, ROPE_TYPE)
+            rope_keys = widen_columns(fetched_rope, ROPE_CHUNKS, FP8_ROPE, NATIVE_E4M3, ROPE_TYPE, ROPE_BITS)
         if DEQUANTISE:
             keys, rope_keys = dequantise_tile(
                 keys, rope_keys, scales, scale_pages, start, end, stride_scales_page, STRIDE_SCALES_SLOT,
@@ -191,7 +204,7 @@ def attend_rows(
             scale_pages = find_pages(scales_table_row, start + TILE, end, TILE, PAGE_SIZE)
 
         scores = score_tile(
-            keys, rope_keys, q_latent, q_rope, sigma,
+            keys, rope_keys, q_latent, q_rope, rope_ratio, uneven, sigma,
             LATENT, CHUNK, CHUNKS, ROPE_CHUNK, ROPE_CHUNKS, ROWS, TILE, GROUP, FOLDED, ROPE_SCALED, PRECISION,
         )  # fmt: skip
         scores *= row_scale[None, :]
@@ -202,7 +215,7 @@ def attend_rows(
 
         weighted = scores
         if FOLDED > 0:
-            weighted = scores + tl.log2(largest_sigma(sigma, tl.cdiv(LATENT, GROUP)))[:, None]
+            weighted = scores + tl.log2(largest_sigma(sigma, LATENT_SCALES))[:, None]
         new_peak = advance_peak(weighted, peak)
         shrink = decay(peak, new_peak)[None, :]
         peak = new_peak
@@ -215,7 +228,9 @@ def attend_rows(
             fetched = fetch_rows(
                 latent, pages, start + TILE, end, stride_latent_page, STRIDE_LATENT_SLOT, TILE, PAGE_SIZE, LATENT, CHUNK
             )
-        out_t = add_values(shrunk, keys, p, sigma, CHUNK, CHUNKS, GROUP, FOLDED, HEADROOM, LATENT_TYPE, PRECISION)
+        out_t = add_values(
+            shrunk, keys, p, sigma, CHUNK, CHUNKS, GROUP, FOLDED, HEADROOM, LATENT_TYPE, PRECISION, WEIGHTS_FIRST
+        )
 
         if PREFETCH:
             keys = widen_columns(fetched, CHUNKS, FP8_LATENT, NATIVE_E4M3, LATENT_TYPE)
@@ -240,35 +255,58 @@ def attend_rows(
 def load_queries(
     q, offsets, valid,
     LATENT: tl.constexpr, ROPE: tl.constexpr, CHUNK: tl.constexpr, ROPE_CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    LATENT_TYPE: tl.constexpr, ROPE_TYPE: tl.constexpr,
+    LATENT_TYPE: tl.constexpr, ROPE_TYPE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """`(latent chunks [CHUNK, ROWS], rope chunks [ROPE_CHUNK, ROWS], factor [ROWS])`; the query is chunk * factor.
+    """`(latent chunks [CHUNK, ROWS], rope chunks [ROPE_CHUNK, ROWS], scale [ROWS], rope's ratio [ROWS])`; a query's
+    latent is chunk * scale, its rope chunk * scale * ratio.
 
-    For float16 MMAs each row is multiplied by the power of two that brings its largest magnitude to 2^13: exact, and
-    nothing within 2^-27 of the largest loses a bit to float16's range.
+    For float16 MMAs the latent and the rope of a row are each multiplied by the power of two that brings their largest
+    magnitude to 2^13: exact, and nothing within 2^-27 of the largest loses a bit to float16's range. A bfloat16 rope
+    has float32's range and takes the latent's power. Float16 queries for bfloat16 MMAs are the sum of two chunks, which
+    hold their 11 bits as 8 and 3.
     """
     latent = ()
     rope = ()
-    amax = tl.zeros([ROWS], tl.float32)
+    latent_amax = tl.zeros([ROWS], tl.float32)
+    rope_amax = tl.zeros([ROWS], tl.float32)
     for chunk in tl.static_range(LATENT // CHUNK):
         latent = latent + (load_columns(q, offsets, valid, chunk * CHUNK, CHUNK).to(tl.float32),)
-        amax = tl.maximum(amax, tl.max(tl.abs(latent[chunk]), 0))
+        latent_amax = tl.maximum(latent_amax, tl.max(tl.abs(latent[chunk]), 0))
     for chunk in tl.static_range(ROPE // ROPE_CHUNK):
         rope = rope + (load_columns(q, offsets, valid, LATENT + chunk * ROPE_CHUNK, ROPE_CHUNK).to(tl.float32),)
-        amax = tl.maximum(amax, tl.max(tl.abs(rope[chunk]), 0))
-    factor = tl.full([ROWS], 1.0, tl.float32)
-    up = factor
+        rope_amax = tl.maximum(rope_amax, tl.max(tl.abs(rope[chunk]), 0))
+    scale = tl.full([ROWS], 1.0, tl.float32)
+    ratio = scale
+    latent_up = scale
+    rope_up = scale
     if LATENT_TYPE == tl.float16:
-        shift = row_exponent(amax)
-        up = power_of_two(shift)
-        factor = power_of_two(-shift)
+        # Kept within 2^64 of each other, so that neither's scores overflow.
+        rope_shift = row_exponent(rope_amax)
+        shift = tl.minimum(row_exponent(latent_amax), rope_shift + 64)
+        latent_up = power_of_two(shift)
+        scale = power_of_two(-shift)
+        rope_up = latent_up
+        if ROPE_TYPE == tl.float16:
+            rope_shift = tl.minimum(rope_shift, shift + 64)
+            rope_up = power_of_two(rope_shift)
+            ratio = power_of_two(shift - rope_shift)
     scaled_latent = ()
     scaled_rope = ()
     for chunk in tl.static_range(LATENT // CHUNK):
-        scaled_latent = scaled_latent + ((latent[chunk] * up[None, :]).to(LATENT_TYPE),)
+        scaled_latent = scaled_latent + narrow(latent[chunk] * latent_up[None, :], LATENT_TYPE, SPLIT)
     for chunk in tl.static_range(ROPE // ROPE_CHUNK):
-        scaled_rope = scaled_rope + ((rope[chunk] * up[None, :]).to(ROPE_TYPE),)
-    return scaled_latent, scaled_rope, factor
+        scaled_rope = scaled_rope + narrow(rope[chunk] * rope_up[None, :], ROPE_TYPE, SPLIT)
+    return scaled_latent, scaled_rope, scale, ratio
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr, SPLIT: tl.constexpr):
+    """A tuple of tensors in `dtype` whose sum is x: one, or for bfloat16 with SPLIT the two that hold 16 bits of it."""
+    high = x.to(dtype)
+    if SPLIT and dtype == tl.bfloat16:
+        return high, (x - high.to(tl.float32)).to(dtype)
+    else:
+        return (high,)
 
 
 @triton.jit
@@ -309,31 +347,72 @@ def dequantise_tile(
 
 @triton.jit
 def score_tile(
-    keys, rope_keys, q_latent, q_rope, sigma,
+    keys, rope_keys, q_latent, q_rope, rope_ratio, uneven, sigma,
     LATENT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROPE_CHUNK: tl.constexpr,
     ROPE_CHUNKS: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, FOLDED: tl.constexpr, ROPE_SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . k, float32 [TILE, ROWS]: one chain of MMAs a scale, and one for columns without a scale."""
+    """q . k, float32 [TILE, ROWS], up to the rows' scale: columns that share a sigma together, the rest apart."""
+    WIDTH: tl.constexpr = LATENT + ROPE_CHUNK * ROPE_CHUNKS
+    BRANCH: tl.constexpr = ROWS == 64 and FOLDED != 1
     scores = tl.zeros([TILE, ROWS], tl.float32)
     if FOLDED == 0 or not ROPE_SCALED:
-        for chunk in tl.static_range(ROPE_CHUNKS):
-            scores = tl.dot(rope_keys[chunk], q_rope[chunk], scores, input_precision=PRECISION)
-    if FOLDED == 0:
-        for chunk in tl.static_range(CHUNKS):
-            scores = tl.dot(keys[chunk], q_latent[chunk], scores, input_precision=PRECISION)
-    # A scaled rope has the last scale; among few it goes first, since its keys wait in registers.
+        scores = score_columns(
+            keys, rope_keys, q_latent, q_rope, rope_ratio, uneven, LATENT, CHUNK, CHUNKS, ROPE_CHUNK, ROPE_CHUNKS,
+            ROWS, TILE, 0 if FOLDED == 0 else LATENT, WIDTH, BRANCH, PRECISION,
+        )  # fmt: skip
+    # A scaled rope has the last sigma; among few it goes first, since its keys wait in registers.
     FEW: tl.constexpr = ROPE_SCALED and FOLDED <= FEW_SCALES
     for group in tl.static_range(FOLDED - 1 if FEW else 0, -1 if FEW else FOLDED, -1 if FEW else 1):
-        part = tl.zeros([TILE, ROWS], tl.float32)
-        for chunk in tl.static_range(ROPE_CHUNKS):
-            if ROPE_SCALED and (LATENT + chunk * ROPE_CHUNK) // GROUP == group:
-                part = tl.dot(rope_keys[chunk], q_rope[chunk], part, input_precision=PRECISION)
-        for chunk in tl.static_range(CHUNKS):
-            if chunk * CHUNK // GROUP == group:
-                part = tl.dot(keys[chunk], q_latent[chunk], part, input_precision=PRECISION)
+        part = score_columns(
+            keys, rope_keys, q_latent, q_rope, rope_ratio, uneven, LATENT, CHUNK, CHUNKS, ROPE_CHUNK, ROPE_CHUNKS,
+            ROWS, TILE, group * GROUP, min((group + 1) * GROUP, WIDTH if ROPE_SCALED else LATENT), BRANCH, PRECISION,
+        )  # fmt: skip
         scores += part * sigma[group][:, None]
+    return scores
+
+
+@triton.jit
+def score_columns(
+    keys, rope_keys, q_latent, q_rope, rope_ratio, uneven,
+    LATENT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROPE_CHUNK: tl.constexpr,
+    ROPE_CHUNKS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr,
+    BRANCH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores of columns FIRST .. END of the row, whole chunks: one chain of MMAs, or one for the rope and one for the
+    latent where their queries differ in scale.
+
+    BRANCH  no registers for the ratio: leave it to the steps that need it
+    """
+    APART: tl.constexpr = END > LATENT and rope_keys[0].dtype == tl.float16
+    scores = tl.zeros([TILE, ROWS], tl.float32)
+    for chunk in tl.static_range(ROPE_CHUNKS):
+        if LATENT + chunk * ROPE_CHUNK >= FIRST and LATENT + chunk * ROPE_CHUNK < END:
+            scores = multiply(rope_keys[chunk], q_rope, chunk, ROPE_CHUNKS, scores, PRECISION)
+    if APART and not BRANCH:
+        scores *= rope_ratio[None, :]
+    if APART and BRANCH:
+        if uneven:
+            scores *= rope_ratio[None, :]
+    if FIRST < LATENT:
+        rope_scores = scores
+        if APART:
+            scores = tl.zeros([TILE, ROWS], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            if chunk * CHUNK >= FIRST and chunk * CHUNK < END:
+                scores = multiply(keys[chunk], q_latent, chunk, CHUNKS, scores, PRECISION)
+        if APART:
+            scores += rope_scores
+    return scores
+
+
+@triton.jit
+def multiply(keys, queries, chunk: tl.constexpr, CHUNKS: tl.constexpr, scores, PRECISION: tl.constexpr):
+    """scores + keys . each part of the chunk's queries (see load_queries)."""
+    PARTS: tl.constexpr = len(queries) // CHUNKS
+    for part in tl.static_range(PARTS):
+        scores = tl.dot(keys, queries[chunk * PARTS + part], scores, input_precision=PRECISION)
     return scores
 
 
@@ -341,14 +420,30 @@ def score_tile(
 def add_values(
     out_t, keys, p, sigma,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr, FOLDED: tl.constexpr, HEADROOM: tl.constexpr,
-    LATENT_TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    LATENT_TYPE: tl.constexpr, PRECISION: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """out^T + HEADROOM * V^T (P sigma)^T for each chunk; weights are made where a new scale begins, and not before."""
+    """out^T + HEADROOM * V^T (P sigma)^T for each chunk; weights are made where a new scale begins, and not before,
+    unless all are wanted first."""
     result = ()
-    if FOLDED == 0:
-        weight = (p * HEADROOM).to(LATENT_TYPE)
+    weights = ()
+    if WEIGHTS_FIRST:
+        for chunk in tl.static_range(CHUNKS):
+            weights = weights + (weigh(p, sigma, chunk * CHUNK // GROUP, FOLDED, HEADROOM, LATENT_TYPE),)
     for chunk in tl.static_range(CHUNKS):
-        if FOLDED > 0 and chunk * CHUNK % GROUP == 0:
-            weight = (p * (sigma[chunk * CHUNK // GROUP] * HEADROOM)[:, None]).to(LATENT_TYPE)
+        if WEIGHTS_FIRST:
+            weight = weights[chunk]
+        elif chunk * CHUNK % GROUP == 0:
+            weight = weigh(p, sigma, chunk * CHUNK // GROUP, FOLDED, HEADROOM, LATENT_TYPE)
         result = result + (tl.dot(tl.trans(keys[chunk]), weight, out_t[chunk], input_precision=PRECISION),)
     return result
+
+
+@triton.jit
+def weigh(
+    p, sigma, group: tl.constexpr, FOLDED: tl.constexpr, HEADROOM: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """HEADROOM * P sigma of a group in `dtype`; without scales, HEADROOM * P."""
+    if FOLDED == 0:
+        return (p * HEADROOM).to(dtype)
+    else:
+        return (p * (sigma[group] * HEADROOM)[:, None]).to(dtype)

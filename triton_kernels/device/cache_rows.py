@@ -25,12 +25,25 @@ def fetch_columns(plane, offsets, live, COLUMNS: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit
-def widen_columns(chunks, COUNT: tl.constexpr, FP8: tl.constexpr, NATIVE_E4M3: tl.constexpr, dtype: tl.constexpr):
-    """The chunks in `dtype`; e4m3 codes become float16 on the way."""
+def widen_columns(
+    chunks,
+    COUNT: tl.constexpr,
+    FP8: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr,
+    dtype: tl.constexpr,
+    BITS: tl.constexpr = False,
+):
+    """The chunks in `dtype`; e4m3 codes become float16 on the way.
+
+    BITS  the chunks are integers that hold numbers of `dtype`. Triton hands an MMA what it has loaded through shared
+          memory, and what is computed, be it a cast that costs nothing, through registers
+    """
     wide = ()
     for chunk in tl.static_range(COUNT):
         if FP8:
             wide = wide + (e4m3_to_float16(chunks[chunk], NATIVE_E4M3).to(dtype),)
+        elif BITS:
+            wide = wide + (chunks[chunk].to(dtype, bitcast=True),)
         else:
             wide = wide + (chunks[chunk].to(dtype),)
     return wide

@@ -29,7 +29,7 @@ def load_columns(q, offsets, valid, first, COLUMNS: tl.constexpr):
 def row_exponent(amax):
     """The shift s [ROWS], as int32, by which rows of largest magnitude `amax` are multiplied as 2^s."""
     exponent = (amax.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF
-    return _TARGET_EXPONENT + 127 - tl.minimum(tl.maximum(exponent, 1 + _TARGET_EXPONENT), 253)
+    return 127 - tl.minimum(tl.maximum(exponent - _TARGET_EXPONENT, 1), 253 - _TARGET_EXPONENT)
 
 
 @triton.jit
