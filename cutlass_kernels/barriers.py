@@ -50,12 +50,12 @@ class Barriers(Traced):
         cute.arch.mbarrier_wait(self.empty(ring, fill), self.protocol.ring(ring).acquire_parity(fill))
 
     def commit(self, ring: str, fill: Any) -> None:
-        """By one thread, after those it speaks for have met."""
+        """By one thread for its warp or for all, after those it speaks for have met."""
         self.step(Action.COMMIT, ring)
         cute.arch.mbarrier_arrive(self.full(ring, fill))
 
     def release(self, ring: str, fill: Any, block: int = 0) -> None:
-        """By one thread, after those it speaks for have met; in every CTA that fills the ring."""
+        """As `commit`; in every CTA that fills the ring."""
         self.step(Action.RELEASE, ring, block)
         if self.protocol.ring(ring).multicast:
             for peer in range(self.protocol.cluster):

@@ -16,10 +16,10 @@ from typing import Any
 from pagedmla.cutlass_kernels import resources
 from pagedmla.cutlass_kernels.build import ALL, ARCHITECTURE, Built, build, installed_dsl, make_cubin
 from pagedmla.cutlass_kernels.cubin_cache import CubinCache
-from pagedmla.cutlass_kernels.tiles import KEYS, WARPS
+from pagedmla.cutlass_kernels.tiles import KEYS, LATENT, SCORE_CHUNK, WARPS
 from pagedmla.cutlass_kernels.variants import CombineVariant, Variant
 from pagedmla.hardware import footprint, sass
-from pagedmla.hardware.loops import Instruction, natural_loops
+from pagedmla.hardware.loops import Instruction, Loop, natural_loops
 from pagedmla.hardware.targets import find_target
 from pagedmla.kv_cache.layouts import get_layout
 
@@ -66,15 +66,30 @@ def write_report(rows: Sequence[Mapping[str, Any]], path: str | Path = REPORT) -
 def warp_instructions_per_token(code: Sequence[Instruction]) -> float | None:
     """Instructions of all warps of a CTA for one token of the cache, rare branches included; None without a main loop.
 
-    A trip of the consumers' loop (the one that multiplies) covers a tile for each consumer, so a tile costs one trip of
-    one warpgroup; one producer warp runs a trip of its own (the innermost that copies) for each tile.
+    A trip of the consumers' loop covers a tile for each consumer, so a tile costs one trip of one warpgroup; one
+    producer warp runs a trip of its own (the innermost that copies) for each tile.
     """
-    main = sass.find_main_loop(code)
-    if main is None:
+    found = find_trip(code)
+    if found is None:
         return None
+    trip, chunks = found
+    consumer = len(trip.body) + (LATENT // SCORE_CHUNK - 1) * sum(len(loop.body) for loop in chunks)
     copying = [loop for loop in natural_loops(code) if any(_TENSOR_COPY in code[i].opcode for i in loop.body)]
     producer = min((len(loop.body) for loop in copying), default=0)
-    return (len(main.body) * WARPS + producer) / KEYS
+    return (consumer * WARPS + producer) / KEYS
+
+
+def find_trip(code: Sequence[Instruction]) -> tuple[Loop, list[Loop]] | None:
+    """The consumers' loop, the smallest that holds all tensor instructions; None where there are none.
+
+    With it the loops inside it that hold some: score chunks, LATENT // SCORE_CHUNK of them a trip.
+    """
+    held = [(loop, sum(sass.classify(code[i]) == "tensor" for i in loop.body)) for loop in natural_loops(code)]
+    most = max((count for _, count in held), default=0)
+    if most == 0:
+        return None
+    trip = min((loop for loop, count in held if count == most), key=lambda loop: len(loop.body))
+    return trip, [loop for loop, count in held if count and set(loop.body) < set(trip.body)]
 
 
 def _about(variant: Variant | CombineVariant) -> dict[str, Any]:
@@ -99,8 +114,8 @@ def _row(variant: Variant | CombineVariant, built: Built) -> dict[str, Any]:
         reason = f"needs {shared} bytes of shared memory a CTA; {ARCHITECTURE} has {about['target'].shared_per_block}"
         return footprint.refusal_row(**about, reason=reason)
     code = sass.parse(resources.disassemble(built.cubin))
-    main = sass.find_main_loop(code)
-    body = [code[i] for i in main.body] if main else []
+    found = find_trip(code)
+    body = [code[i] for i in found[0].body] if found else []
     cost = footprint.Footprint(
         registers=resources.read_resources(built.cubin).registers,
         warps=variant.threads // 32,

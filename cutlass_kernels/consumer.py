@@ -6,7 +6,7 @@ consumer is half a trip away, so that one's tensor work covers the other's softm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import cutlass
@@ -102,6 +102,11 @@ class Consumer(Traced):
         """Whether this is the warpgroup's elected thread."""
         return self.place.thread == 0
 
+    def speaks_for_warp(self) -> Any:
+        """Whether this is the warp's elected thread; the warp has met, its writes are seen with what that one does."""
+        cute.arch.sync_warp()
+        return self.place.lane == 0
+
     def meet_all(self) -> None:
         cute.arch.barrier(barrier_id=_MEET_ALL, number_of_threads=WARPGROUPS * THREADS)
 
@@ -119,6 +124,22 @@ def issue(instruction: Instruction, accumulator: Any, pairs: list[tuple[Any, Any
         cute.gemm(mma, accumulator, a, b, accumulator)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+def turns(products: int, in_flight: int, overlapped: bool = True) -> Iterator[tuple[int | None, int | None]]:
+    """(product to start, product to finish) in the order of a consumer's instructions; None: none at this turn.
+
+    Overlapped, one is started for each that is finished; otherwise all in flight are finished before others start.
+    """
+    depth = min(in_flight, products)
+    if overlapped:
+        for turn in range(products + depth - 1):
+            yield turn if turn < products else None, turn - depth + 1 if turn >= depth - 1 else None
+        return
+    for first in range(0, products, depth):
+        group = range(first, min(first + depth, products))
+        yield from ((start, None) for start in group)
+        yield from ((None, finish) for finish in group)
 
 
 def count(tensor: Any) -> int:

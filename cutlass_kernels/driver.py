@@ -53,7 +53,7 @@ class Driver(Protocol):
         """A kernel of a module."""
 
     def allow_shared(self, function: Any, shared_bytes: int) -> None:
-        """Let a kernel have so much dynamic shared memory."""
+        """Let a kernel have so much dynamic shared memory a CTA, and all that an SM has for its CTAs."""
 
     def active_clusters(self, function: Any, shape: LaunchShape) -> int:
         """Clusters of this shape that the device holds at a time."""
@@ -97,9 +97,13 @@ class CudaDriver:
         return self._call("cuModuleGetFunction", module, name.encode("ascii"), purpose=f"to find {name}")
 
     def allow_shared(self, function: Any, shared_bytes: int) -> None:
-        attribute = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attributes = self._cuda.CUfunction_attribute
         purpose = f"to allow {shared_bytes} bytes of shared memory a CTA"
-        self._call("cuFuncSetAttribute", function, attribute, shared_bytes, purpose=purpose)
+        for attribute, value in (
+            (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+            (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),  # percent
+        ):
+            self._call("cuFuncSetAttribute", function, attribute, value, purpose=purpose)
 
     def active_clusters(self, function: Any, shape: LaunchShape) -> int:
         purpose = f"to count clusters of {shape.cluster}"

@@ -4,7 +4,7 @@ contract   as `reference.attention.attend`, for layouts fp8_rope_bf16, fp8_rope_
            scale a token or a tensor; latent 512, rope 64, pages of 16 to 256
 shares     with the kernel: tiles, fragments, schedule, and with them every index, every constant and every cut
 models     shared memory and its swizzles, matrix loads and permutes, the rounding of Q and P, the order of tiles,
-           promotion, rescaling, partial results and their merge. Sums inside a WGMMA are float32, or, with
+           rescaling, partial results and their merge. Sums inside a WGMMA are float32, or, with
            `accumulation_bits`, cut to so many bits
 not        timing, and the last bit of exp2, log2 and fused multiply-adds
 
@@ -13,7 +13,7 @@ Notation, all in base 2 (c = log2(e) * sm_scale, s_q a row's power-of-two scale,
     x[t] = c * s_q * (sigma[t] * (q8 . k8[t]) + q_rope . k_rope[t])        the logit
     u[t] = x[t] + log2(sigma[t])                                            so that exp2(u) = p * sigma
     e[t] = top * exp2(u[t] - max u of the tile)                             P as it is stored, rounded to e4m3 or fp16
-    O    = O * exp2(M - M') + (V8^T e) * exp2(max u - M') / top             M: running maximum of u
+    O    = O * exp2(M - M') + (V8^T e) * exp2(max u - M') / top             M: running maximum of u, or PEAK_LAG less
     l    = the same sum over e[t] / sigma[t], e unrounded                   lse = ln2 * (M + log2(l)), out = O / l
 """
 
@@ -37,7 +37,7 @@ from pagedmla.cutlass_kernels.tiles import (
     LEAST_SIGMA,
     NO_CACHE,
     PANEL_BYTES,
-    PROMOTION,
+    PEAK_LAG,
     ROPE,
     WARPGROUPS,
     Shape,
@@ -307,7 +307,7 @@ def _piece(
             seen = tile * KEYS + np.arange(KEYS)[:, None] < limits
             u = np.where(seen, u, np.float32(-np.inf))
             tile_peak = np.fmax.reduce(u, 0)
-            new_peak = np.fmax(peak, tile_peak)
+            new_peak = np.where(tile_peak > peak + np.float32(PEAK_LAG), tile_peak, peak)
             anchor = _finite(new_peak)
             reference = np.where(tile_peak == -np.inf, anchor, tile_peak) - log_top
             e = np.exp2(u - reference)
@@ -332,15 +332,11 @@ def _finite(peak: Floats) -> Floats:
 
 
 def _logits(stage: Bytes, sigma: Floats, queries: _Queries, shape: Shape, bits: int | None) -> Floats:
-    """u [64 keys, rows]; see the top of this file. fp8 products are promoted every PROMOTION columns."""
+    """u [64 keys, rows]; see the top of this file. A product over all 512 columns is one WGMMA accumulation."""
     codes = stage[_score_fragments(shape.precision, LATENT, PANEL_BYTES)]
-    step = PROMOTION if shape.precision == "fp8" else LATENT
     bits = bits if shape.precision == "fp8" else None
-    latent = np.zeros((KEYS, shape.rows), np.float32)
-    for column in range(0, LATENT, step):
-        part = slice(column, column + step)
-        k = np.tile(emulation.E4M3[codes[:, part]], (1, len(queries.latent)))
-        latent += emulation.wgmma(k, np.concatenate([term[:, part] for term in queries.latent], 1), bits)
+    k = np.tile(emulation.E4M3[codes], (1, len(queries.latent)))
+    latent = emulation.wgmma(k, np.concatenate(queries.latent, 1), bits)
     rope = _rope_products(stage, queries, shape, bits)
     per_key = sigma[:, None]
     logits = latent * per_key + rope if shape.rope == "bf16" else (latent + rope) * per_key

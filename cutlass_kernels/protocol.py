@@ -158,9 +158,14 @@ class Protocol:
                 raise ValueError(f"{role.name}: setmaxnreg takes multiples of 8; got {role.registers}")
         # Growing warps wait for registers that others gave back; what the launch rounded away never comes.
         registers = sum(32 * role.warps * role.registers for role in self.roles)
-        launched = self.threads * (REGISTERS_PER_SM // self.threads // 8 * 8)
+        launched = self.threads * self.launch_registers
         if registers > launched:
             raise ValueError(f"roles hold {registers} registers; the CTA is launched with {launched}")
+
+    @property
+    def launch_registers(self) -> int:
+        """Of each thread, before roles give some back and take others."""
+        return REGISTERS_PER_SM // self.threads // 8 * 8
 
     @property
     def threads(self) -> int:
@@ -236,8 +241,8 @@ def decode_protocol(
     """
     both = 2
     rings = (
-        Ring("keys", key_stages, full=1 + 32, empty=both * cluster, multicast=cluster > 1),
-        Ring("probabilities", probability_stages, full=1, empty=both),
+        Ring("keys", key_stages, full=1 + 32, empty=both * cluster * _WARPGROUP, multicast=cluster > 1),
+        Ring("probabilities", probability_stages, full=_WARPGROUP, empty=both * _WARPGROUP),
         Ring("queries", 1, full=both, empty=both, unit=Unit.ITEM),
     )
     names = ("producer", "consumer0", "consumer1")
@@ -267,7 +272,9 @@ def decode_protocol(
 
 
 def _consumer(which: int, registers: int, goodbye: tuple[Step, ...]) -> Role:
-    """Steps of a trip at its own block j. Every arrival is one elected thread's, after the warpgroup has met."""
+    """Steps of a trip at its own block j. In a trip each warp arrives for itself, so that none waits for the others;
+    on "queries" one thread arrives after the warpgroup has met.
+    """
     return Role(
         f"consumer{which}",
         _WARPGROUP,
@@ -281,15 +288,15 @@ def _consumer(which: int, registers: int, goodbye: tuple[Step, ...]) -> Role:
             Step(Action.WAIT, "keys"),  # scores of j
             Step(Action.WAIT, "probabilities", -1),  # the running maximum
             Step(Action.ACQUIRE, "probabilities"),
-            Step(Action.COMMIT, "probabilities", arrivals=1),
+            Step(Action.COMMIT, "probabilities", arrivals=_WARPGROUP),
             Step(Action.WAIT, "keys", -1),  # products of j - 1
             Step(Action.WAIT, "probabilities", -1),
-            Step(Action.RELEASE, "probabilities", -1, arrivals=1),
-            Step(Action.RELEASE, "keys", -1, arrivals=1),
+            Step(Action.RELEASE, "probabilities", -1, arrivals=_WARPGROUP),
+            Step(Action.RELEASE, "keys", -1, arrivals=_WARPGROUP),
             Step(Action.WAIT, "keys"),  # products of j
             Step(Action.WAIT, "probabilities"),
-            Step(Action.RELEASE, "probabilities", arrivals=1),
-            Step(Action.RELEASE, "keys", arrivals=1),
+            Step(Action.RELEASE, "probabilities", arrivals=_WARPGROUP),
+            Step(Action.RELEASE, "keys", arrivals=_WARPGROUP),
         ),
         after=(
             Step(Action.MEET, "consumers"),  # each has its sums where the other reads them

@@ -23,9 +23,10 @@ from pagedmla.cutlass_kernels.tiles import (
     LATENT,
     LEAST_SIGMA,
     PANEL_BYTES,
+    PEAK_LAG,
     PROBABILITY_STAGES,
-    PROMOTION,
     ROPE,
+    SCORE_CHUNK,
     THREADS,
 )
 from pagedmla.cutlass_kernels.traced import Traced
@@ -81,8 +82,7 @@ class Scores(Traced):
         consumer.meet()
         self._store(fill, u, sigmas)
         cute.arch.fence_proxy("async.shared", space="cta")
-        consumer.meet()
-        if consumer.is_first():
+        if consumer.speaks_for_warp():
             barriers.commit("probabilities", fill)
 
     # -- products
@@ -104,42 +104,45 @@ class Scores(Traced):
         return total
 
     def _summed_products(self, fill: Any, stage: Any) -> tuple[Any, Any]:
-        """fp8: (latent, rope) accumulators, waited for; latents are promoted every PROMOTION columns.
+        """fp8: (latent, rope) accumulators, waited for.
 
-        64 rows leave registers for one accumulation beside the sum: there a loop keeps the next one from starting
-        early, and the rope is None: the sum starts with it, or the caller adds it where sigma isn't for it.
+        64 rows leave registers for one: there the rope is None. The sum starts with it, or where sigma isn't for it the
+        caller adds it.
         """
+        total = self.consumer.accumulator()
         if self.shape.rows > 32:
-            total = self.consumer.accumulator()
-            if self.shape.rope == "bf16":
-                total.fill(0.0)
-            else:
+            scaled = self.shape.rope != "bf16"
+            if scaled:
                 issue(self.rope_mma, total, self._rope_chunk(stage))
+            if self.shape.terms == 1:
+                issue(self.latent_mma, total, self._latent_chunk(stage, 0, LATENT), fresh=not scaled)
                 warpgroup.wait_group(0)
-            self._sum_in_turn(stage, total)
+            else:
+                if scaled:
+                    warpgroup.wait_group(0)
+                else:
+                    total.fill(0.0)
+                self._sum_chunks(stage, total)
             return total, None
-        chunks = [(self.latent_mma, self._latent_chunk(stage, chunk)) for chunk in range(LATENT // PROMOTION)]
-        chunks.append((self.rope_mma, self._rope_chunk(stage)))
-        parts = [self.consumer.accumulator() for _ in chunks]
-        for part, (mma, chunk) in zip(parts, chunks, strict=True):
-            issue(mma, part, chunk)
-        for i in range(len(parts)):
-            warpgroup.wait_group(len(parts) - 1 - i)
-            if 0 < i < len(parts) - 1:
-                _add(parts[0], parts[i])
-        return parts[0], parts[-1]
+        rope = self.consumer.accumulator()
+        issue(self.latent_mma, total, self._latent_chunk(stage, 0, LATENT))
+        issue(self.rope_mma, rope, self._rope_chunk(stage))
+        warpgroup.wait_group(0)
+        return total, rope
 
     @cute.jit
-    def _sum_in_turn(self, stage: Int32, total: cute.Tensor) -> None:
-        for chunk in cutlass.range(LATENT // PROMOTION, unroll=1):
+    def _sum_chunks(self, stage: Int32, total: cute.Tensor) -> None:
+        """A loop, since the operands of two terms of all columns at once would be registers too many."""
+        for chunk in cutlass.range(LATENT // SCORE_CHUNK, unroll=1):
             part = self.consumer.accumulator()
-            issue(self.latent_mma, part, self._latent_chunk(stage, chunk))
+            issue(self.latent_mma, part, self._latent_chunk(stage, chunk, SCORE_CHUNK))
             warpgroup.wait_group(0)
-            _add(total, part)
+            for i in range(count(total)):
+                total[i] = total[i] + part[i]
 
-    def _latent_chunk(self, stage: Any, chunk: Any) -> list[tuple[Any, Any]]:
-        """Pairs of fragments of PROMOTION columns of the latent, all terms of Q: one accumulation."""
-        steps, whole = PROMOTION // 32, LATENT // 32
+    def _latent_chunk(self, stage: Any, chunk: Any, columns: int) -> list[tuple[Any, Any]]:
+        """Pairs of fragments of so many columns of the latent, all terms of Q: one accumulation."""
+        steps, whole = columns // 32, LATENT // 32
         return [
             (
                 self.k_latent[None, None, chunk * steps + k, stage],
@@ -229,7 +232,7 @@ class Scores(Traced):
                 tile_peak = cute.arch.fmax(tile_peak, peak)
             (own_peak,) = ptx.load_shared(Float32, consumer.at("own_peak", which) + 4 * row, 1)
             (old_peak,) = ptx.load_shared(Float32, consumer.at("peak") + 4 * row, 1)
-            new_peak = cute.arch.fmax(old_peak, tile_peak)
+            new_peak = cutlass.select_(tile_peak > old_peak + PEAK_LAG, tile_peak, old_peak)
             none = Float32(-Float32.inf)
             anchor = cutlass.select_(new_peak == none, Float32(0.0), new_peak)
             reference = cutlass.select_(tile_peak == none, anchor, tile_peak) - math.log2(shape.top)
@@ -282,11 +285,6 @@ def _registers(column: int) -> tuple[int, int]:
     """Accumulator registers of one of a thread's columns: its upper and its lower key."""
     upper = 4 * (column >> 1) + (column & 1)
     return upper, upper + 2
-
-
-def _add(total: Any, part: Any) -> None:
-    for i in range(count(total)):
-        total[i] = total[i] + part[i]
 
 
 def _mask_of(rows: int) -> int:

@@ -22,7 +22,8 @@ ROPE = 64
 PANEL_BYTES = 128  # of a row: what one swizzle atom, and so one tensor copy, is wide
 LATENT_PANELS = LATENT // PANEL_BYTES
 LATENT_BYTES = KEYS * LATENT
-PROMOTION = 128  # products of fp8 are summed in WGMMA over at most so many columns, then in float32
+
+SCORE_CHUNK = 128  # columns that fp8 with two terms and 64 rows sums at a time; other forms take all at once
 
 WARPGROUPS = 2  # consumers
 WARPS = 4  # of a warpgroup
@@ -36,6 +37,9 @@ PROBABILITY_STAGES = 2
 MAX_STAGES = 4
 SHARED_BYTES = 232448  # a CTA may have on sm_90: 227 KiB
 ALIGNMENT = 1024  # of whatever a 128-byte swizzle addresses
+
+# O and the sums are scaled anew only when a row's maximum has risen by more (a power of two): float32 has room.
+PEAK_LAG = 16.0
 
 LEAST_SIGMA = 2.0**-126  # keys past the end have sigma 0: keep its logarithm and its inverse finite
 LEAST_QUERY_SCALE = 2.0**-100
@@ -70,6 +74,11 @@ class Shape:
             raise ValueError(f"rope: expected one of {', '.join(ROPE_KINDS)}; got {self.rope!r}")
         if self.terms not in ((1, 2) if self.precision == "fp8" else (1,)):
             raise ValueError(f"terms: expected 1, or 2 with fp8; got {self.terms} with {self.precision}")
+
+    @property
+    def in_flight(self) -> int:
+        """Value products that a consumer has begun and not yet added up, as far as its registers go."""
+        return 2 if self.rows == 64 else COLUMN_TILES
 
     @property
     def element_bytes(self) -> int:

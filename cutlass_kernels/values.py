@@ -13,7 +13,7 @@ import cutlass.cute.nvgpu.warpgroup as warpgroup
 from cutlass import Float32, Int32
 
 from pagedmla.cutlass_kernels import fragments, operands, ptx
-from pagedmla.cutlass_kernels.consumer import Consumer, count, issue
+from pagedmla.cutlass_kernels.consumer import Consumer, count, issue, turns
 from pagedmla.cutlass_kernels.operands import Instruction
 from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, COLUMNS, KEYS, PANEL_BYTES, PROBABILITY_STAGES
 from pagedmla.cutlass_kernels.traced import Traced
@@ -63,8 +63,7 @@ class Values(Traced):
         if any_moved != 0:
             self._decay(consumer.own(Float32, "decay", slot))
         self._multiply(fill, slot, consumer.own(Float32, "rise", slot))
-        consumer.meet()
-        if consumer.is_first():
+        if consumer.speaks_for_warp():
             barriers.release("probabilities", fill, block)
             barriers.release("keys", fill, block)
 
@@ -75,23 +74,24 @@ class Values(Traced):
                     values[i] = values[i] * decays[self._column(part, i)]
 
     def _multiply(self, fill: Any, slot: Any, rises: list[Any]) -> None:
-        at_once = COLUMN_TILES if self.parts == 1 else 1
         base = self.consumer.latent(fill)
-        for first in range(0, COLUMN_TILES, at_once):
-            started = []
-            for tile in range(first, first + at_once):
-                a = self._transpose(base, tile)
-                for part in range(self.parts):
-                    total = self.consumer.accumulator(self.part_rows)
-                    where = slot * self.parts + part
-                    pairs = [(a[None, None, k], self.p[None, None, k, where]) for k in range(self.steps)]
-                    issue(self.mma, total, pairs)
-                    started.append((tile, part, total))
-            for i, (tile, part, total) in enumerate(started):
-                warpgroup.wait_group(len(started) - 1 - i)
+        products = [(tile, part) for tile in range(COLUMN_TILES) for part in range(self.parts)]
+        a: Any = None
+        totals: list[Any] = []
+        for start, finish in turns(len(products), self.shape.in_flight, overlapped=self.parts == 1):
+            if start is not None:
+                tile, part = products[start]
+                a = self._transpose(base, tile) if part == 0 else a
+                totals.append(self.consumer.accumulator(self.part_rows))
+                where = slot * self.parts + part
+                pairs = [(a[None, None, k], self.p[None, None, k, where]) for k in range(self.steps)]
+                issue(self.mma, totals[start], pairs)
+            if finish is not None:
+                warpgroup.wait_group(len(totals) - 1 - finish)
+                tile, part = products[finish]
                 values = self.outputs[tile][part]
                 for j in range(count(values)):
-                    values[j] = values[j] + total[j] * rises[self._column(part, j)]
+                    values[j] = values[j] + totals[finish][j] * rises[self._column(part, j)]
 
     def _column(self, part: int, register: int) -> int:
         """Which of the thread's query rows an accumulator register of a part is."""

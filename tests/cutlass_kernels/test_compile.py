@@ -1,7 +1,7 @@
 """Every variant that may be chosen compiles for sm_90a, and its instructions are the ones it was designed to spend.
 
 Needs the DSL and no GPU: what it generates is compiled and disassembled here, never run. Counts of instructions are of
-one trip of a consumer, which covers two tiles of keys; a loop inside it runs LATENT / PROMOTION times.
+one trip of a consumer, which covers two tiles of keys; a loop inside it runs LATENT / SCORE_CHUNK times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from pagedmla.cutlass_kernels import arguments, build, resources, time_model
-from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, KEYS, LATENT, PROMOTION, SHARED_BYTES
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, KEYS, LATENT, SCORE_CHUNK, SHARED_BYTES
 from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
 from pagedmla.hardware import sass
 from pagedmla.hardware.cost import H200
@@ -51,7 +51,7 @@ def executed(code: Sequence[Instruction], variant: Variant) -> tuple[int, int]:
     A usual trip rescales no O, masks no key and clears no value: these happen in branches (and loops) of their own.
     """
     trip, inner, idle = trip_of_consumer(code)
-    every = len(trip.body) + (LATENT // PROMOTION - 1) * sum(len(loop.body) for loop in inner)
+    every = len(trip.body) + (LATENT // SCORE_CHUNK - 1) * sum(len(loop.body) for loop in inner)
     rescale = 2 * COLUMN_TILES * variant.shape.rows // 2
     mask = 2 * variant.shape.rows // 2
     return every, every - rescale - mask - sum(len(loop.body) for loop in idle)
@@ -69,7 +69,7 @@ def test_decode(variant: Variant) -> None:
     assert parameter_sizes(built.ptx) == [arguments.SIZES[each.kind] for each in arguments.DECODE]
 
     used = resources.read_resources(built.cubin)
-    assert used.registers <= 65536 // variant.threads // 8 * 8
+    assert used.registers <= variant.protocol.launch_registers
     assert variant.shared_bytes <= SHARED_BYTES
     for role in variant.protocol.roles:
         assert re.search(rf"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+{role.registers};", built.ptx)
@@ -78,7 +78,7 @@ def test_decode(variant: Variant) -> None:
     trip, inner, _ = trip_of_consumer(code)
     opcodes = tensor_instructions(code, trip)
     for loop in inner:
-        opcodes += (LATENT // PROMOTION - 1) * tensor_instructions(code, loop)
+        opcodes += (LATENT // SCORE_CHUNK - 1) * tensor_instructions(code, loop)
     fp8 = sum(opcode.startswith("QGMMA") for opcode in opcodes)
     half = sum(opcode.startswith("HGMMA") for opcode in opcodes)
     if shape.precision == "fp8":

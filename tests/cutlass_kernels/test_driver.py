@@ -118,12 +118,13 @@ def test_modules_functions_and_shared_memory(cuda):
     driver = CudaDriver(bindings)
     assert driver.function(driver.load(b"cubin"), "decode") == "function"
     driver.allow_shared("function", 200_000)
-    attribute = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    attributes = cuda.CUfunction_attribute
     assert bindings.calls == [
         ("cuInit", (0,)),
         ("cuModuleLoadData", (b"cubin",)),
         ("cuModuleGetFunction", ("module", b"decode")),
-        ("cuFuncSetAttribute", ("function", attribute, 200_000)),
+        ("cuFuncSetAttribute", ("function", attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 200_000)),
+        ("cuFuncSetAttribute", ("function", attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)),
     ]
 
 

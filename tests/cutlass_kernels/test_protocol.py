@@ -81,12 +81,12 @@ def test_the_tables_of_clusters_are_the_walked_one_with_other_stages_and_registe
 def test_a_release_that_is_missing_stops_the_producer():
     said = fault(without(decode_protocol(2), "consumer1", RELEASE, "keys", -1))
     assert "deadlock" in said
-    assert "producer: acquire keys (item 0, block 2, stage 0) waits for 1 of 2 arrivals on empty" in said
+    assert "producer: acquire keys (item 0, block 2, stage 0) waits for 4 of 8 arrivals on empty" in said
 
 
 def test_a_commit_that_is_missing_stops_both_consumers():
     said = fault(without(decode_protocol(2), "consumer0", COMMIT, "probabilities"))
-    assert "consumer0: wait probabilities (item 0, block 0, stage 0) waits for 1 of 1 arrivals on full" in said
+    assert "consumer0: wait probabilities (item 0, block 0, stage 0) waits for 4 of 4 arrivals on full" in said
     assert "consumer1: wait probabilities (item 0, block 0, stage 0) waits for" in said
 
 
@@ -109,7 +109,7 @@ def test_one_stage_of_probabilities_is_too_few():
     """A consumer publishes its P before it multiplies the other's, so two are alive."""
     said = fault(with_ring(decode_protocol(2), "probabilities", stages=1))
     assert said.startswith("deadlock")
-    assert "consumer1: acquire probabilities (item 0, block 1, stage 0) waits for 1 of 2 arrivals on empty" in said
+    assert "consumer1: acquire probabilities (item 0, block 1, stage 0) waits for 4 of 8 arrivals on empty" in said
 
 
 def test_one_stage_of_keys_is_too_few():
@@ -129,7 +129,7 @@ def test_a_full_barrier_that_counts_too_much_never_fills():
 
 
 def test_an_empty_barrier_that_counts_one_reader_lets_the_other_be_overwritten():
-    said = fault(with_ring(decode_protocol(2), "keys", empty=1))
+    said = fault(with_ring(decode_protocol(2), "keys", empty=4))
     assert "overwrites fill 0, which consumer" in said.splitlines()[0]
     assert said.startswith("producer: acquire keys (item 0, block 2, stage 0)")
 
@@ -171,7 +171,7 @@ def test_a_meeting_that_one_role_skips_is_a_deadlock():
 
 
 def test_a_fault_comes_with_the_way_to_it():
-    said = fault(with_ring(decode_protocol(2), "keys", empty=1)).splitlines()
+    said = fault(with_ring(decode_protocol(2), "keys", empty=4)).splitlines()
     assert said[1] == "after:"
     assert any("release keys" in line for line in said[2:])
 
@@ -314,7 +314,7 @@ def test_a_kernel_that_follows_the_table_is_left_alone():
         assert follow(WAIT, "probabilities", -1).arrivals == 0
         follow(WAIT, "keys", -1)
         follow(WAIT, "probabilities", -1)
-        assert follow(RELEASE, "probabilities", -1).arrivals == 1
+        assert follow(RELEASE, "probabilities", -1).arrivals == 4
         follow(RELEASE, "keys", -1)
 
 
