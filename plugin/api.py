@@ -24,7 +24,7 @@ from pagedmla.kv_cache.splits import useful_partitions
 from pagedmla.kv_cache.tables import int32_view
 from pagedmla.kv_cache.validation import check_one_scale
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
-from pagedmla.plugin.executors import AUTO, AttendOptions, Configuration, choose
+from pagedmla.plugin.executors import AUTO, AttendOptions, Configuration, choose, chosen_precision
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.step import (
     FLOATS,
@@ -62,7 +62,7 @@ def attend(
     causal           token i of a request sees keys up to cache_lengths[b] + i, else all of its kv_len keys
     layout           a CacheLayout or its name
     plan             capacities, executor and workspace, made beforehand; it refuses what it wasn't made for
-    executor         "auto" or a name; with a plan the plan's
+    executor         "auto" or a name; with a plan the plan's. PAGEDMLA_PRECISION is as in `plan`
     out              `[T, H, latent]` in q's dtype, written in place
     check            also check values that would cost a device sync (None: PAGEDMLA_CHECK=1)
 
@@ -82,22 +82,25 @@ def attend(
     if plan is not None and not isinstance(plan, Plan):
         refuse("plan", "a Plan, made by plan(...)", describe(plan), error=TypeError)
     step.check_reads(check)
-    decode_requests = step.decode_requests()
     if plan is None:
-        page_size, heads = step.cache.page_size, int(q.shape[1])
-        chosen = choose(Configuration("attend", q.device, step.layout, heads, page_size, q.dtype), executor).executor
+        page_size, heads, precision = step.cache.page_size, int(q.shape[1]), chosen_precision()
+        wanted = Configuration("attend", q.device, step.layout, heads, page_size, q.dtype, precision)
+        choice = choose(wanted, executor)
         asked = step.values.dispatch(step.max_query_length()).num_partitions or 1
         partitions = useful_partitions(asked, step.cache.max_cache_length, page_size)
-        workspace = None
+        options = AttendOptions(
+            sm_scale, causal, partitions, step.decode_requests(), None, precision, asked_for=choice.asked_for
+        )
     else:
-        if executor not in (AUTO, plan.attend_choice.executor.name):
-            refuse("executor", f"{plan.attend_choice.executor.name!r}, as in the plan", repr(executor))
+        choice = plan.attend_choice
+        if executor not in (AUTO, choice.executor.name):
+            refuse("executor", f"{choice.executor.name!r}, as in the plan", repr(executor))
         plan.check(step, q, sm_scale, causal)
-        chosen, partitions, workspace = plan.attend_choice.executor, plan.partitions(step), plan.workspace
+        options = plan.options(step)
     if out is None:
         out = q.new_empty(*q.shape[:2], step.layout.latent)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    chosen.attend(step, q, out, lse, AttendOptions(sm_scale, causal, partitions, decode_requests, workspace))
+    choice.executor.attend(step, q, out, lse, options)
     return out, lse
 
 

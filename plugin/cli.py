@@ -151,6 +151,9 @@ def explain(
     dtype: Annotated[str, typer.Option(help="Of the queries: bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     executor: Annotated[str, typer.Option(help="auto, or an executor by name.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="Of the CUTLASS kernels: auto, fp8 (one e4m3 term of Q), fp8x2 (two) or fp16.")
+    ] = "auto",
 ) -> None:
     """Which executor a configuration gets, why, why not the others, and the least time a step could take (a model)."""
     import torch
@@ -174,6 +177,7 @@ def explain(
             sm_scale=1.0,  # it changes no choice and no cost
             num_partitions=partitions,
             executor=executor,
+            precision=precision,
         )
     except (ValueError, TypeError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -210,6 +214,7 @@ class CompiledExecutor(str, Enum):
     """Executors whose kernels are built ahead of time."""
 
     triton = "triton"
+    cutlass = "cutlass"
 
 
 @app.command(
@@ -221,33 +226,44 @@ class CompiledExecutor(str, Enum):
 * `pagedmla compile --only decode --target sm_90 --out build/kernels` keeps the binaries and their disassembly
 
 * `pagedmla compile --json bench/results/compile-triton.json` writes the whole table (an hour on one core)
+
+* `pagedmla compile --executor cutlass --out build/cubins` builds what the executor `cutlass` loads, for machines
+  without the CUTLASS DSL: take the folder there and set PAGEDMLA_CUBINS to it
 """,
 )
 def compile_kernels(
     executor: Annotated[CompiledExecutor, typer.Option(help="Whose kernels.")] = CompiledExecutor.triton,
     target: Annotated[
         list[str] | None,
-        typer.Option(metavar="T", help="sm_80, sm_89, sm_90, sm_100, gfx942 or gfx950; again for more. Default: all."),
+        typer.Option(
+            metavar="T",
+            help="sm_80, sm_89, sm_90, sm_100, gfx942 or gfx950; again for more. Default: all. CUTLASS: sm_90 alone.",
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="KERNEL", help="decode, mixed, prefill, store, decompress or merge. Default: all."),
+        typer.Option(
+            metavar="KERNEL",
+            help="decode, mixed, prefill, store, decompress or merge; again for more. Default: all. CUTLASS: decode, "
+            "merge, or a variant's name.",
+        ),
     ] = None,
     layout: Annotated[
         list[str] | None, typer.Option(metavar="LAYOUT", help="Of the cache; again for more. Default: all.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep binaries and listings here.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep binaries here, and Triton's listings.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
 ) -> None:
     """Build kernels ahead of time, without a GPU, and print what each costs: compiled, not run.
 
     Exit code 1 where a target refused a variant.
     """
-    from pagedmla.plugin.compile_report import compile_and_print
+    from pagedmla.plugin.compile_report import compile_cutlass, compile_triton
 
+    build = compile_cutlass if executor is CompiledExecutor.cutlass else compile_triton
     try:
-        rows = compile_and_print(target, only, layout, out)
-    except (ValueError, ImportError) as error:
+        rows = build(target, only, layout, out)
+    except (ValueError, ImportError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_COLUMNS = (
-    ("kernel", "kernel"),
-    ("target", "target"),
-    ("layout", "layout"),
-    ("rows", "rows"),
+_KEYS = (("kernel", "kernel"), ("target", "target"), ("layout", "layout"), ("rows", "rows"))
+_CUTLASS_KEYS = (("variant", "kernel"), ("target", "target"))  # a variant's name tells the rest
+_COSTS = (
     ("registers", "regs"),
     ("spill_words", "spills"),
     ("spill_words_in_loop", "in loop"),
@@ -19,9 +17,10 @@ _COLUMNS = (
     ("warp_instructions_per_token", "instr/token"),
     ("bytes_per_token", "bytes/token"),
 )
+_WIDTH = 130  # of the table at least: cut to 80 columns it says nothing
 
 
-def compile_and_print(
+def compile_triton(
     targets: Sequence[str] | None,
     kernels: Sequence[str] | None = None,
     layouts: Sequence[str] | None = None,
@@ -43,8 +42,48 @@ def compile_and_print(
         and any(name in variant.targets for name in names)
     ]
     if not wanted:
-        raise ValueError(f"nothing to build: no variant of {kernels or 'any kernel'} in {layouts or 'any layout'}")
+        raise _nothing(kernels, layouts)
     return _with_progress(len(wanted), lambda on_row: compile_all(wanted, names, out, on_row))
+
+
+def compile_cutlass(
+    targets: Sequence[str] | None,
+    kernels: Sequence[str] | None = None,
+    layouts: Sequence[str] | None = None,
+    out: Path | None = None,
+) -> list[dict[str, Any]]:
+    """The same for the CUTLASS kernels: `out` receives cubins as a CubinCache keeps them, ready to be loaded.
+
+    `kernels` may name variants too. ImportError where there is no DSL; RuntimeError where its process broke off.
+    """
+    from pagedmla.cutlass_kernels.build import ARCHITECTURE
+    from pagedmla.cutlass_kernels.compile import compile_all
+    from pagedmla.cutlass_kernels.cubin_cache import CubinCache
+    from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
+    from pagedmla.hardware.targets import find_target
+    from pagedmla.kv_cache.checks import quoted, refuse
+
+    only = find_target(ARCHITECTURE).name
+    for target in targets or ():
+        if find_target(target).name != only:
+            refuse("target", f"{only}, which the CUTLASS kernels are for", quoted(target))
+    decodes = [variant for variant in VARIANTS if not layouts or variant.layout in layouts]
+    families: dict[str, Sequence[Variant | CombineVariant]]
+    families = {"decode": decodes, "merge": () if layouts else COMBINES}
+    wanted = [
+        variant
+        for family, variants in families.items()
+        for variant in variants
+        if not kernels or family in kernels or variant.name in kernels
+    ]
+    if not wanted:
+        raise _nothing(kernels, layouts)
+    cache = None if out is None else CubinCache([out])
+    return _with_progress(len(wanted), lambda on_row: compile_all(wanted, cache=cache, on_row=on_row))
+
+
+def _nothing(kernels: Sequence[str] | None, layouts: Sequence[str] | None) -> ValueError:
+    return ValueError(f"nothing to build: no variant of {kernels or 'any kernel'} in {layouts or 'any layout'}")
 
 
 def _with_progress(total: int, build: Any) -> list[dict[str, Any]]:
@@ -56,7 +95,7 @@ def _with_progress(total: int, build: Any) -> list[dict[str, Any]]:
         task = progress.add_task("compile", total=total)
 
         def on_row(row: dict[str, Any]) -> None:
-            progress.update(task, advance=1, description=f"{row['kernel']} {row['layout']} {row['target']}")
+            progress.update(task, advance=1, description=_what(row))
 
         rows: list[dict[str, Any]] = build(on_row)
     _print(rows)
@@ -67,22 +106,31 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    named = all(row["executor"] == "cutlass" for row in rows)
+    keys = _CUTLASS_KEYS if named else _KEYS
     table = Table(title="compiled, not run", box=None, pad_edge=False)
-    for field, heading in _COLUMNS:
-        table.add_column(heading, justify="left" if field in ("kernel", "target", "layout") else "right", no_wrap=True)
+    for field, heading in keys + _COSTS:
+        left = field in ("kernel", "variant", "target", "layout")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         if "refused" not in row:
-            table.add_row(*(_text(row[field]) for field, _ in _COLUMNS))
+            fields = {**row, **row["options"]} if named else row
+            table.add_row(*(_text(fields[field]) for field, _ in keys + _COSTS))
     console = Console()
+    console.width = max(console.width, _WIDTH)
     console.print(table)
     for row in rows:
         if "refused" in row:
             console.print(
-                f"{row['kernel']} {row['layout']}, {row['rows']} rows, {row['target']}: {row['refused']}",
-                style="yellow", highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
+                f"{_what(row)}: {row['refused']}", style="yellow", highlight=False, markup=False, soft_wrap=True
+            )
     refused = sum("refused" in row for row in rows)
     console.print(f"{len(rows) - refused} built, {refused} refused", highlight=False)
+
+
+def _what(row: dict[str, Any]) -> str:
+    name = row["options"].get("variant") or f"{row['kernel']} {row['layout']}, {row['rows']} rows"
+    return f"{name}, {row['target']}"
 
 
 def _text(value: Any) -> str:

@@ -19,9 +19,8 @@ from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Ex
 from pagedmla.plugin.step import Step
 from pagedmla.reference import vectorised
 
-KEYS_A_PART = 512  # at least: a part costs a partial row written and read again
-WAVES = 2  # of thread blocks that a split brings to every multiprocessor
-ROWS_A_BLOCK = 64
+KEYS_A_PART = 128  # at least: a part costs a partial row written and read again
+ROWS_A_BLOCK = 64  # at most
 
 
 @dataclass(frozen=True)
@@ -77,18 +76,24 @@ class TritonExecutor(Executor):
         return "on a CPU it runs in Triton's interpreter, which is for tests"
 
     def partitions(self, configuration: Configuration, capacity: Capacity, requests: int, tokens: int) -> int:
-        """As many parts as bring WAVES blocks to each multiprocessor, none shorter than KEYS_A_PART keys."""
+        """As many parts as fill the multiprocessors once, none shorter than KEYS_A_PART keys (bench/results: H200).
+
+        Requests of up to 32 rows take blocks of 16, of which an FP8 cache lets a multiprocessor hold two.
+        """
         if requests == 0:
             return 1
-        blocks = requests * ceildiv(ceildiv(tokens, requests) * (configuration.num_heads or 1), ROWS_A_BLOCK)
-        wanted = ceildiv(WAVES * _multiprocessors(configuration.device), blocks)
+        rows = ceildiv(tokens, requests) * (configuration.num_heads or 1)
+        small = rows <= 32
+        blocks = requests * ceildiv(rows, 16 if small else ROWS_A_BLOCK)
+        held = 2 if small and configuration.layout is not None and configuration.layout.quantised else 1
+        wanted = held * multiprocessors(configuration.device) // blocks
         return max(1, min(wanted, capacity.max_cache_length // KEYS_A_PART))
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
-        """Rows for every split that `partitions` makes (its blocks, rounded up, all full), or for the number given."""
+        """Rows for every split that `partitions` makes (its blocks, all full), or for the number given."""
         heads, latent = configuration.num_heads or 0, 0 if configuration.layout is None else configuration.layout.latent
         most = num_partitions * capacity.max_tokens * heads
-        rows = min(most, 2 * WAVES * _multiprocessors(configuration.device) * ROWS_A_BLOCK) if num_partitions > 1 else 0
+        rows = min(most, multiprocessors(configuration.device) * ROWS_A_BLOCK) if num_partitions > 1 else 0
         device = configuration.device
         return PartialStates(
             torch.empty(rows, dtype=torch.float32, device=device),
@@ -96,18 +101,18 @@ class TritonExecutor(Executor):
         )
 
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
-        planes = _planes(step)
+        planes = planes_of(step)
         decode_requests, decode_tokens = step.decode_rows()
         if options.num_partitions == 1 or decode_tokens == 0:
-            _attend(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
+            attend_requests(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
         elif _fits(options, step.num_tokens, q.shape[1]):
             _attend_split(step, planes, q, out, lse, options, step.batch)
         elif decode_tokens < step.num_tokens and _fits(options, decode_tokens, q.shape[1]):
             decode = slice(0, decode_tokens)
             _attend_split(step, planes, q[decode], out[decode], lse[decode], options, decode_requests)
-            _attend(step, planes, q, out, lse, options, decode_requests, step.batch, step.max_query_length())
+            attend_requests(step, planes, q, out, lse, options, decode_requests, step.batch, step.max_query_length())
         else:
-            _attend(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
+            attend_requests(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
 
     def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
         from pagedmla.triton_kernels.store import store
@@ -115,7 +120,7 @@ class TritonExecutor(Executor):
         store(
             latent,
             rope,
-            _planes(step),
+            planes_of(step),
             step.cache.lookup_table,
             step.cache.cache_lengths,
             step.query_start_loc,
@@ -129,7 +134,7 @@ class TritonExecutor(Executor):
     ) -> Tensor | None:
         from pagedmla.triton_kernels.store import store_slots
 
-        store_slots(latent, rope, _planes(step), slots, scale_slots, power_of_two=power_of_two)
+        store_slots(latent, rope, planes_of(step), slots, scale_slots, power_of_two=power_of_two)
         return vectorised.dropped_tokens(step.cache, step.layout, slots, scale_slots) if step.on_host else None
 
     def prefill(
@@ -153,7 +158,7 @@ class TritonExecutor(Executor):
         from pagedmla.triton_kernels.decompress import decompress
 
         tables = step.cache.lookup_table, step.cache.scales_lookup_table
-        decompress(_planes(step), tables[0], starts, key_start_loc, out, tables[1])
+        decompress(planes_of(step), tables[0], starts, key_start_loc, out, tables[1])
 
     def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
         from pagedmla.triton_kernels.merge import merge
@@ -161,7 +166,7 @@ class TritonExecutor(Executor):
         merge(outs, lses, out, lse)
 
 
-def _planes(step: Step) -> RowPlanes:
+def planes_of(step: Step) -> RowPlanes:
     return step.layout.planes(step.cache.value_pool, step.cache.scale_pool, step.layer)
 
 
@@ -172,7 +177,7 @@ def _fits(options: AttendOptions, tokens: int, heads: int) -> bool:
     return not isinstance(workspace, PartialStates) or rows <= workspace.partial_lse.shape[0]
 
 
-def _attend(
+def attend_requests(
     step: Step,
     planes: RowPlanes,
     q: Tensor,
@@ -224,11 +229,11 @@ def _attend_split(
         partial_lse = q.new_empty(parts, tokens, heads, dtype=torch.float32)
     # Decode rows are short and alike, whatever prompts stand behind them: their tile goes by their own mean.
     longest_query = ceildiv(tokens, requests) if requests < step.batch else step.max_query_length()
-    _attend(step, planes, q, partial_out, partial_lse, options, 0, requests, longest_query)
+    attend_requests(step, planes, q, partial_out, partial_lse, options, 0, requests, longest_query)
     merge(partial_out, partial_lse, out, lse)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Of a GPU; an H200's where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132

@@ -2,7 +2,8 @@
 
 Capability and profit are two answers. An executor that can't run something says why; one that can but isn't expected to
 win is taken only when asked for, or when no other can run it. The list is in order of preference, and users may edit
-it: PAGEDMLA_EXECUTORS="torch,reference".
+it: PAGEDMLA_EXECUTORS="torch,reference". An executor may have a kernel for attention alone: then another one `serves`
+the rest, and the choice is made, and told, for each operation by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.plugin.step import Step
 
 AUTO = "auto"
+PRECISIONS = (AUTO, "fp8", "fp8x2", "fp16")
+"""What an executor with a choice rounds queries and weights to before it multiplies them with an FP8 cache: queries to
+e4m3 in one term (in two where one gains no time) or in two, weights to e4m3; or both to float16. "auto" is up to it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Configuration:
     num_heads: int | None = None
     page_size: int | None = None
     dtype: torch.dtype | None = None
+    precision: str = AUTO
 
     def __str__(self) -> str:
         layout = "" if self.layout is None else f" in layout {self.layout}"
@@ -65,6 +70,9 @@ class AttendOptions:
     num_partitions: int
     decode_requests: int | None
     workspace: Workspace | None
+    precision: str = AUTO
+    max_keys: int | None = None  # bound of the plan on a request's keys
+    asked_for: bool = False  # by name: what its kernels don't take is refused, not handed to another
 
 
 class Executor(ABC):
@@ -73,6 +81,10 @@ class Executor(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
 
+    def serving(self, operation: str) -> Executor:
+        """What runs an operation where this executor was named: itself, or another for what it has no kernel for."""
+        return self
+
     def refusal(self, configuration: Configuration) -> str | None:
         """Why it can't run this, or None."""
         return None
@@ -80,6 +92,14 @@ class Executor(ABC):
     def drawback(self, configuration: Configuration) -> str | None:
         """Why it isn't expected to win, or None."""
         return None
+
+    def load(self, configuration: Configuration, capacity: Capacity) -> str | None:
+        """Load what steps within `capacity` run, so that a captured one loads nothing. Why that failed, or None."""
+        return None
+
+    def kernels(self, configuration: Configuration, capacity: Capacity) -> tuple[str, ...]:
+        """Which of its kernels decode rows take, and when: a line each, where it has several."""
+        return ()
 
     def partitions(self, configuration: Configuration, capacity: Capacity, requests: int, tokens: int) -> int:
         """Parts that the keys of `requests` decode rows with `tokens` query tokens are best cut into.
@@ -139,47 +159,78 @@ class Choice:
     executor: Executor
     reason: str
     passed_over: tuple[tuple[str, str], ...]
+    asked_for: bool = False  # by name
 
 
-def choose(configuration: Configuration, requested: str = AUTO) -> Choice:
-    """The executor for a configuration. ValueError where the requested one, or every one, can't run it."""
+def choose(configuration: Configuration, requested: str = AUTO, capacity: Capacity | None = None) -> Choice:
+    """The executor for a configuration. ValueError where the requested one, or every one, can't run it.
+
+    With a `capacity` its kernels are loaded too, and one whose kernels can't be is passed over like one that can't run.
+    """
     if requested != AUTO:
-        executor = _named(requested, "executor", allow_auto=True)
-        refusal = executor.refusal(configuration)
-        if refusal is not None:
-            refuse("executor", f"one that can run {configuration}", f"{requested!r}, but {refusal}")
-        return Choice(executor, "asked for", ())
-    passed_over: list[tuple[str, str]] = []
-    fallback: Executor | None = None
-    for executor in _preference():
+        named = _named(requested, "executor", allow_auto=True)
+        executor = named.serving(configuration.operation)
+        obstacle = executor.refusal(configuration) or _load(executor, configuration, capacity)
+        if obstacle is not None:
+            refuse("executor", f"one that can run {configuration}", f"{executor.name!r}, but {obstacle}")
+        reason = "asked for" if executor is named else f"asked for with {requested}, which only attends"
+        return Choice(executor, reason, (), asked_for=True)
+    obstacles: dict[str, str] = {}
+    fallbacks: list[Executor] = []
+    for executor in _preference(configuration.operation):
         obstacle = executor.refusal(configuration)
         if obstacle is None:
             obstacle = executor.drawback(configuration)
             if obstacle is None:
-                return Choice(executor, executor.summary, tuple(passed_over))
-            fallback = fallback or executor
-        passed_over.append((executor.name, obstacle))
-    if fallback is None:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
-        refuse("executor", f"one that can run {configuration}", f"none ({reasons})")
-    others = tuple((name, reason) for name, reason in passed_over if name != fallback.name)
-    return Choice(fallback, f"the first that can run it ({fallback.summary})", others)
+                obstacle = _load(executor, configuration, capacity)
+                if obstacle is None:
+                    return Choice(executor, executor.summary, tuple(obstacles.items()))
+            else:
+                fallbacks.append(executor)
+        obstacles[executor.name] = obstacle
+    for executor in fallbacks:
+        obstacle = _load(executor, configuration, capacity)
+        if obstacle is None:
+            del obstacles[executor.name]
+            return Choice(executor, f"the first that can run it ({executor.summary})", tuple(obstacles.items()))
+        obstacles[executor.name] = obstacle
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in obstacles.items())
+    refuse("executor", f"one that can run {configuration}", f"none ({reasons})")
 
 
 def executors() -> tuple[Executor, ...]:
     """All of them, in order of preference."""
+    from pagedmla.plugin.executor_cutlass import CutlassExecutor
+    from pagedmla.plugin.executor_cutlass_model import CutlassModelExecutor
     from pagedmla.plugin.executor_reference import ReferenceExecutor
     from pagedmla.plugin.executor_torch import TorchExecutor
     from pagedmla.plugin.executor_triton import TritonExecutor
 
-    return (TritonExecutor(), TorchExecutor(), ReferenceExecutor())
+    return (CutlassExecutor(), TritonExecutor(), TorchExecutor(), ReferenceExecutor(), CutlassModelExecutor())
 
 
-def _preference() -> list[Executor]:
+def chosen_precision(given: str = AUTO) -> str:
+    """`given`, or PAGEDMLA_PRECISION where that is "auto". ValueError for what isn't one of PRECISIONS."""
+    name, precision = "precision", given
+    if given == AUTO:
+        name, precision = "PAGEDMLA_PRECISION", os.environ.get("PAGEDMLA_PRECISION", "").strip() or AUTO
+    if precision not in PRECISIONS:
+        refuse(name, f"one of {', '.join(PRECISIONS)}", quoted(precision))
+    return precision
+
+
+def _load(executor: Executor, configuration: Configuration, capacity: Capacity | None) -> str | None:
+    return None if capacity is None else executor.load(configuration, capacity)
+
+
+def _preference(operation: str) -> list[Executor]:
     edited = os.environ.get("PAGEDMLA_EXECUTORS", "").strip()
-    if not edited:
-        return list(executors())
-    return [_named(name.strip(), "PAGEDMLA_EXECUTORS") for name in edited.split(",")]
+    if edited:
+        listed = [_named(name.strip(), "PAGEDMLA_EXECUTORS") for name in edited.split(",")]
+    else:
+        listed = list(executors())
+    serving = [executor.serving(operation) for executor in listed]
+    return list({executor.name: executor for executor in serving}.values())
 
 
 def _named(name: str, source: str, allow_auto: bool = False) -> Executor:

@@ -7,6 +7,7 @@ that a captured graph replays with other lengths and tables. It refuses what exc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,16 @@ from pagedmla.kv_cache.splits import useful_partitions
 from pagedmla.kv_cache.tables import int64_lengths
 from pagedmla.kv_cache.validation import check_ids, live_pages
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
-from pagedmla.plugin.executors import AUTO, Capacity, Choice, Configuration, Workspace, choose
+from pagedmla.plugin.executors import (
+    AUTO,
+    AttendOptions,
+    Capacity,
+    Choice,
+    Configuration,
+    Workspace,
+    choose,
+    chosen_precision,
+)
 from pagedmla.plugin.step import FLOATS, Step, check_bounds, check_starts, decode_requests_of, expect_scale
 
 
@@ -57,6 +67,7 @@ class Plan:
     attend_choice: Choice
     store_choice: Choice
     workspace: Workspace
+    precision: str = AUTO
 
     def __str__(self) -> str:
         return (
@@ -92,9 +103,30 @@ class Plan:
             return asked
         if self.num_partitions is not None:
             return self.num_partitions
-        configuration = Configuration("attend", self.device, self.layout, self.num_heads, self.page_size, self.dtype)
-        capacity = Capacity(self.max_batch, self.max_tokens, self.max_cache_length)
-        return self.attend_choice.executor.partitions(configuration, capacity, requests, tokens)
+        return self.attend_choice.executor.partitions(self._configuration, self._capacity, requests, tokens)
+
+    def options(self, step: Step) -> AttendOptions:
+        """What the executor of `attend` is told beside a step that `check` let pass."""
+        return AttendOptions(
+            self.sm_scale,
+            self.causal,
+            self.partitions(step),
+            step.decode_requests(),
+            self.workspace,
+            self.precision,
+            self.max_cache_length,
+            self.attend_choice.asked_for,
+        )
+
+    @cached_property
+    def _configuration(self) -> Configuration:
+        return Configuration(
+            "attend", self.device, self.layout, self.num_heads, self.page_size, self.dtype, self.precision
+        )
+
+    @cached_property
+    def _capacity(self) -> Capacity:
+        return Capacity(self.max_batch, self.max_tokens, self.max_cache_length)
 
     def prepare(
         self,
@@ -159,6 +191,8 @@ class Plan:
         lines = [str(self)]
         for operation, choice in (("attend", self.attend_choice), ("store", self.store_choice)):
             lines.append(f"  {operation}: {choice.executor.name} ({choice.reason})")
+            if operation == "attend":
+                lines += [f"    {each}" for each in choice.executor.kernels(self._configuration, self._capacity)]
             lines += [f"    not {name}: {reason}" for name, reason in choice.passed_over]
         if summary is None:
             pairs = self.max_tokens * self.max_cache_length
@@ -205,6 +239,7 @@ def plan(
     causal: bool = True,
     num_partitions: int | None = None,
     executor: str = AUTO,
+    precision: str = AUTO,
 ) -> Plan:
     """Fix everything about a series of steps but their lengths and tables.
 
@@ -216,7 +251,10 @@ def plan(
     num_partitions    parts that a decode row's keys are cut into, as far as `max_cache_length` keys can be cut; None
                       leaves it to the executor, by a step's shape;
                       the values' dispatch metadata, where present, overrides it from step to step
-    executor          "auto", or one by name
+    executor          "auto", or one by name. One that has no kernel for an operation leaves it to another
+    precision         "auto", "fp8", "fp8x2" or "fp16": what the CUTLASS kernels round queries to (e4m3 in one term or
+                      in two, float16), and weights (e4m3, float16); "auto" takes PAGEDMLA_PRECISION where that is
+                      set. The other executors have one precision, at least that of fp16
 
     Raises ValueError for capacities below 1 and for what no executor can run, TypeError for what isn't of its kind.
     """
@@ -233,6 +271,7 @@ def plan(
         causal=causal,
         num_partitions=num_partitions,
         executor=executor,
+        precision=precision,
     )
 
 
@@ -255,6 +294,7 @@ def _make_plan(
     causal: bool = True,
     num_partitions: int | None = None,
     executor: str = AUTO,
+    precision: str = AUTO,
     workspace_device: torch.device | None = None,
 ) -> Plan:
     if isinstance(layout, str):
@@ -276,11 +316,11 @@ def _make_plan(
         if expect_int(value, name) < 1:
             refuse(name, "at least 1", value)
     device = torch.device(device)
-    configuration = Configuration("attend", device, layout, num_heads, page_size, dtype)
-    attend_choice, store_choice = (
-        choose(replace(configuration, operation=operation), executor) for operation in ("attend", "store")
-    )
+    precision = chosen_precision(precision)
+    configuration = Configuration("attend", device, layout, num_heads, page_size, dtype, precision)
     capacity = Capacity(max_batch, max_tokens, max_cache_length)
+    attend_choice = choose(configuration, executor, capacity if workspace_device is None else None)
+    store_choice = choose(replace(configuration, operation="store"), executor)
     if num_partitions is not None:
         num_partitions = useful_partitions(num_partitions, max_cache_length, page_size)
     most_partitions = num_partitions or attend_choice.executor.partitions(configuration, capacity, 1, 1)
@@ -303,6 +343,7 @@ def _make_plan(
         attend_choice=attend_choice,
         store_choice=store_choice,
         workspace=workspace,
+        precision=precision,
     )
 
 

@@ -26,7 +26,7 @@ CASE = StepCase((1, 2), (5, 3), page_size=4)  # pages 2 and 1, three query token
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PAGEDMLA_CHECK", "PAGEDMLA_EXECUTORS"):
+    for name in ("PAGEDMLA_CHECK", "PAGEDMLA_EXECUTORS", "PAGEDMLA_PRECISION"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -118,7 +118,10 @@ def configuration(device: str = "cpu", operation: str = "attend") -> Configurati
 def test_the_first_that_can_and_is_expected_to_win() -> None:
     chosen = choose(configuration())
     assert chosen.executor.name == "torch"
-    assert dict(chosen.passed_over) == {"triton": "on a CPU it runs in Triton's interpreter, which is for tests"}
+    assert dict(chosen.passed_over) == {
+        "cutlass": "it runs on Hopper GPUs, not on cpu",
+        "triton": "on a CPU it runs in Triton's interpreter, which is for tests",
+    }
     assert chosen.reason == "vectorised float32 in torch"
 
 
@@ -127,8 +130,10 @@ def test_what_can_run_without_winning_is_the_fallback() -> None:
     assert chosen.executor.name == "torch"
     assert chosen.reason.startswith("the first that can run it")
     assert dict(chosen.passed_over) == {
+        "cutlass": "it runs on Hopper GPUs, not on meta",
         "triton": "Triton kernels run on cuda and cpu devices, not on meta",
         "reference": "it runs on the CPU only",
+        "cutlass-model": "the model runs on the CPU, not on meta",
     }
 
 
@@ -150,7 +155,8 @@ def test_users_may_edit_the_order(monkeypatch: pytest.MonkeyPatch, step: Step) -
         choose(configuration("meta"))
     assert choose(configuration("meta"), "torch").reason == "asked for"
     monkeypatch.setenv("PAGEDMLA_EXECUTORS", "torch,cuda")
-    with pytest.raises(ValueError, match=r"PAGEDMLA_EXECUTORS: expected one of triton, torch, reference; got 'cuda'\."):
+    known = "cutlass, triton, torch, reference, cutlass-model"
+    with pytest.raises(ValueError, match=rf"PAGEDMLA_EXECUTORS: expected one of {known}; got 'cuda'\."):
         attend(step)
 
 

@@ -131,6 +131,14 @@ def test_explain(tmp_path: Path) -> None:
     assert "model, not measured" in result.output
 
 
+def test_explain_names_the_kernels_of_an_executor_with_several() -> None:
+    result = run("explain", "--executor", "cutlass-model", "--heads", 16, "--precision", "fp16")
+    assert result.exit_code == 0, result.output
+    assert "1 query token a request: the model of mla_decode_fp8_rope_bf16_fp16_r16_b64_bf16" in words(result)
+    assert "2 or more query tokens a request: the model of mla_decode_fp8_rope_bf16_fp16_r32_b64_bf16" in words(result)
+    assert "store: torch (asked for with cutlass-model, which only attends)" in words(result)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -139,6 +147,7 @@ def test_explain(tmp_path: Path) -> None:
         (["--dtype", "int8"], "expected one of bfloat16, float16, float32; got int8"),
         (["--granularity", "64"], "granularity: expected None for layout fp8_rope_bf16"),
         (["--device", "nonsense"], "nonsense"),
+        (["--precision", "fp4"], "precision: expected one of auto, fp8, fp8x2, fp16; got 'fp4'."),
     ],
 )
 def test_explain_refuses(arguments: list[str], sentence: str) -> None:
@@ -208,6 +217,29 @@ def test_compile_one_kernel(tmp_path: Path) -> None:
     assert {path.suffix for path in folder.iterdir()} == {".cubin", ".ptx", ".sass"}
 
 
+def test_compile_builds_cubins_that_travel(tmp_path: Path) -> None:
+    """One variant and the merge, found again by the cache of a machine without the DSL."""
+    pytest.importorskip("cutlass", reason="the CUTLASS DSL isn't installed: pip install pagedmla[cutlass]")
+    from pagedmla.cutlass_kernels.cubin_cache import CubinCache
+
+    variant, table = "mla_decode_fp8_flat_fp8x2_r16_b64_bf16", tmp_path / "table.json"
+    only = ("--only", variant, "--only", "mla_combine_bf16")
+    result = run("compile", "--executor", "cutlass", *only, "--out", tmp_path / "cubins", "--json", table)
+    assert result.exit_code == 0, result.output
+    assert "2 built, 0 refused" in words(result)
+    row = next(row for row in json.loads(table.read_text()) if row["options"]["variant"] == variant)
+    assert (row["kernel"], row["executor"], row["target"]) == ("decode", "cutlass", "sm_90")
+    for name in (variant, "mla_combine_bf16"):
+        assert name in result.output  # not cut to fit
+        assert CubinCache([tmp_path / "cubins"]).get(name).variant == name
+
+
+def test_compile_without_the_dsl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedmla.cutlass_kernels.build.dsl_version", lambda: None)
+    result = run("compile", "--executor", "cutlass", "--only", "merge")
+    assert_misused(result, "the CUTLASS Python DSL isn't installed; pip install pagedmla[cutlass]")
+
+
 def test_compile_says_why_a_target_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
     monkeypatch.setattr(
@@ -226,6 +258,9 @@ def test_compile_says_why_a_target_refuses(monkeypatch: pytest.MonkeyPatch) -> N
         (["--target", "sm_70"], "target: expected one of sm_80, sm_89, sm_90, sm_100, gfx942, gfx950; got 'sm_70'"),
         (["--only", "sort"], "nothing to build: no variant of ['sort'] in any layout"),
         (["--executor", "torch"], "'torch' is not"),
+        (["--executor", "cutlass", "--target", "sm_80"], "target: expected sm_90, which the CUTLASS kernels are for"),
+        (["--executor", "cutlass", "--only", "mixed"], "nothing to build: no variant of ['mixed'] in any layout"),
+        (["--executor", "cutlass", "--layout", "bf16"], "no variant of any kernel in ['bf16']"),
     ],
 )
 def test_compile_refuses(arguments: list[str], sentence: str) -> None:

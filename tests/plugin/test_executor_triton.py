@@ -156,20 +156,27 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_how_many_parts_a_plan_takes_by_itself() -> None:
-    """Two blocks for each of 132 multiprocessors, no part under 512 keys, and never a number of one step's lengths."""
+    """Two small blocks or a large one for each of 132 multiprocessors, no part under 128 keys, never by lengths."""
     usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), 16, 64, torch.bfloat16)
+
+    def parts(requests: int, tokens: int, keys: int, **changes: object) -> int:
+        return TritonExecutor().partitions(
+            replace(usual, **changes),  # type: ignore[arg-type]
+            Capacity(1024, 8192, keys),
+            requests,
+            tokens,
+        )
+
     counts = {
-        (requests, tokens, keys): TritonExecutor().partitions(usual, Capacity(1024, 8192, keys), requests, tokens)
-        for requests, tokens in ((1, 1), (8, 8), (8, 64), (128, 128), (1024, 1024))
-        for keys in (256, 4096, 131072)
+        (requests, tokens): tuple(parts(requests, tokens, keys) for keys in (127, 4096, 131072))
+        for requests, tokens in ((1, 1), (8, 8), (32, 32), (8, 64), (128, 128), (1024, 1024))
     }
     assert counts == {
-        (1, 1, 256): 1, (1, 1, 4096): 8, (1, 1, 131072): 256,
-        (8, 8, 256): 1, (8, 8, 4096): 8, (8, 8, 131072): 33,
-        (8, 64, 256): 1, (8, 64, 4096): 8, (8, 64, 131072): 17,
-        (128, 128, 256): 1, (128, 128, 4096): 3, (128, 128, 131072): 3,
-        (1024, 1024, 256): 1, (1024, 1024, 4096): 1, (1024, 1024, 131072): 1,
+        (1, 1): (1, 32, 264), (8, 8): (1, 32, 33), (32, 32): (1, 8, 8), (8, 64): (1, 8, 8), (128, 128): (1, 2, 2),
+        (1024, 1024): (1, 1, 1),
     }  # fmt: skip
+    assert [parts(32, 32, 4096, num_heads=heads) for heads in (16, 32, 64, 128)] == [8, 4, 4, 2]
+    assert parts(128, 128, 4096, layout=get_layout("bf16")) == 1  # its blocks have a multiprocessor each
 
 
 def test_a_plan_has_room_for_every_split_it_makes() -> None:

@@ -12,13 +12,14 @@ import pagedmla
 from pagedmla import KVCacheInputsPerDevice, Plan, get_layout
 from pagedmla.hardware.cost import H200, attention_cost
 from pagedmla.plugin.plan import outline
+from pagedmla.plugin.step import bind_step
 
 CASE = StepCase((1, 2), (5, 3), page_size=4)
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PAGEDMLA_CHECK", "PAGEDMLA_EXECUTORS"):
+    for name in ("PAGEDMLA_CHECK", "PAGEDMLA_EXECUTORS", "PAGEDMLA_PRECISION"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -223,8 +224,9 @@ def test_explain(step: Step) -> None:
     plan = make(num_partitions=3, max_cache_length=12)
     shown = plan.explain(plan.prepare(step.values, step.query_start_loc)).splitlines()
     assert shown[0] == ("plan of layout fp8_rope_bf16, H=2, pages of 4, up to 3 requests, 4 tokens and 12 keys")
-    assert shown[1:5] == [
+    assert shown[1:6] == [
         "  attend: torch (vectorised float32 in torch)",
+        "    not cutlass: it runs on Hopper GPUs, not on cpu",
         "    not triton: queries over an FP8 cache are bfloat16 or float16, not float32",
         "  store: torch (vectorised float32 in torch)",
         "    not triton: on a CPU it runs in Triton's interpreter, which is for tests",
@@ -232,10 +234,10 @@ def test_explain(step: Step) -> None:
     # 8 keys of 644 bytes, 3 tokens of 2 heads that read 576, write 512 (float32) and one lse each
     bytes_moved = 8 * 644 + 3 * 2 * (4 * (576 + 512) + 4)
     flops = 2 * (576 + 512) * 2 * 11
-    assert shown[5] == "  partitions: 3; workspace: 96 bytes"
-    assert shown[6] == f"  this step, one layer: {bytes_moved:,} bytes, {flops:,} FLOPs"
-    assert shown[7].startswith("  floor at published peaks (model, not measured): H100 SXM ")
-    assert len(shown) == 8
+    assert shown[6] == "  partitions: 3; workspace: 96 bytes"
+    assert shown[7] == f"  this step, one layer: {bytes_moved:,} bytes, {flops:,} FLOPs"
+    assert shown[8].startswith("  floor at published peaks (model, not measured): H100 SXM ")
+    assert len(shown) == 9
 
 
 def test_explain_says_why_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +261,17 @@ def test_the_model_behind_the_floor() -> None:
     assert costs[128].floor_us(H200, fp8_mma=True) == pytest.approx(77.8, abs=0.1)
     assert costs[128].floor_us(H200, fp8_mma=False) == pytest.approx(147.5, abs=0.1)
     assert costs[128].flops == 2176 * 128 * 128 * 4096
+
+
+def test_options_are_what_an_executor_is_told(step: Step) -> None:
+    """An engine that makes an executor's options itself would miss what plans learn later: it takes the plan's."""
+    bound = bind_step(step.values, step.layer, step.layout, step.query_start_loc, step.q, "q")
+    plan = make(num_partitions=2, executor="reference", precision="fp16")
+    told = plan.options(bound)
+    assert (told.sm_scale, told.causal, told.num_partitions) == (plan.sm_scale, True, 2)
+    assert (told.precision, told.max_keys, told.asked_for) == ("fp16", 8, True)
+    assert told.workspace is plan.workspace
+    assert not make().options(bound).asked_for
 
 
 # -- what prepare and plan refuse --------------------------------------------------------------------------------------
@@ -319,6 +332,7 @@ def test_host_tables_fit_the_step(step: Step) -> None:
         ({"sm_scale": None}, "sm_scale: expected a number; got None"),
         ({"sm_scale": float("nan")}, "sm_scale: expected a finite number; got nan"),
         ({"causal": 1}, "causal: expected True or False; got 1"),
+        ({"precision": "fp4"}, "precision: expected one of auto, fp8, fp8x2, fp16; got 'fp4'"),
         ({"layout": None}, "layout: expected a CacheLayout or its name; got None"),
     ],
 )
