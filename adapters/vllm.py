@@ -160,6 +160,11 @@ class Rows(NamedTuple):
     mixed_step_split: Tensor
     dispatch: Tensor | None
 
+    @property
+    def one_token_each(self) -> bool:
+        """Whether request b has query token b and no other: decode steps, the padding rows of their graphs included."""
+        return self.max_query_length == 1 and self.num_tokens == self.cache_lengths.shape[0]
+
     def values(self, pools: LayerPools) -> KVCacheInputsPerDevice:
         """What `attend` takes for one layer."""
         return KVCacheInputsPerDevice(

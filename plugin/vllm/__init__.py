@@ -5,7 +5,10 @@
 | entry_points    | what vLLM calls when it loads plugins; imports nothing heavy             |
 | backend         | what we can serve, and the sentences for what we can't                   |
 | cache_dtypes    | --kv-cache-dtype names, and the bytes that a token takes                 |
-| builder         | once a step: the engine's metadata as `Rows`, and which call serves them |
+| builder         | once a step: the engine's metadata as rows, and which call serves them   |
+| bound           | what a step and a layer bring, checked once each                         |
+| dense           | long prompts: keys projected up, dense attention                         |
+| choices         | the line of the log that says what was chosen and why                    |
 | impl            | once a layer: store, and attention of decode, prompt and mixed steps     |
 | counters        | which layer ran which kind of step on which executor                     |
 | cpu_platform    | the engine on a machine without a GPU, for tests and the demonstration   |

@@ -6,12 +6,17 @@ them out through `CountsExtension`:
     llm = LLM(..., worker_extension_cls="pagedmla.plugin.vllm.counters.CountsExtension")
     llm.collective_rpc("pagedmla_counts")
     llm.collective_rpc("pagedmla_layers")
+    llm.collective_rpc("pagedmla_caches")
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import NamedTuple
+
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import describe, dtype_name
 
 
 class Call(NamedTuple):
@@ -22,6 +27,7 @@ class Call(NamedTuple):
 
 _counts: Counter[Call] = Counter()
 _layers: dict[str, str] = {}
+_caches: dict[str, tuple[list[int], str, int]] = {}
 
 
 def count(layer: str, kind: str, executor: str) -> None:
@@ -36,9 +42,10 @@ def clear() -> None:
     _counts.clear()
 
 
-def describe_layer(layer: str, text: str) -> None:
+def describe_layer(layer: str, text: str, cache: Tensor) -> None:
     """What serves a layer: said again where the engine gives it another cache."""
-    _layers[layer] = text
+    _layers[layer] = f"{text}; cache {describe(cache)}, strides {list(cache.stride())}"
+    _caches[layer] = list(cache.shape), dtype_name(cache.dtype), cache.element_size()
 
 
 class CountsExtension:
@@ -54,3 +61,7 @@ class CountsExtension:
     def pagedmla_layers(self) -> dict[str, str]:
         """For each layer of this worker its plan, and the cache as the engine handed it over."""
         return dict(_layers)
+
+    def pagedmla_caches(self) -> dict[str, tuple[list[int], str, int]]:
+        """For each layer of this worker the shape, dtype and bytes an element of its cache."""
+        return dict(_caches)

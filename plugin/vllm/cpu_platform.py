@@ -12,6 +12,7 @@ from typing import Any
 from vllm.platforms.cpu import CpuPlatform
 
 DEFAULT_BLOCK_SIZE = 64
+STOCK_BLOCK_SIZE = 16  # of vLLM's own MLA backend here
 
 
 class PagedMLACpuPlatform(CpuPlatform):  # type: ignore[misc] # vllm is not there for a plain type check
@@ -19,6 +20,8 @@ class PagedMLACpuPlatform(CpuPlatform):  # type: ignore[misc] # vllm is not ther
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+        if selected_backend is None and attn_selector_config.use_mla:
+            _refuse_what_the_stock_backend_misreads(attn_selector_config)
         if selected_backend != AttentionBackendEnum.CUSTOM:
             return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs))
         try:
@@ -49,3 +52,15 @@ class PagedMLACpuPlatform(CpuPlatform):  # type: ignore[misc] # vllm is not ther
         super().check_and_update_config(vllm_config)
         for config, name, value in wanted:
             setattr(config, name, value)
+
+
+def _refuse_what_the_stock_backend_misreads(asked: Any) -> None:
+    """vLLM's own MLA backend of the CPU takes any cache and page size that it is handed, and reads some wrongly."""
+    unquantised = asked.kv_cache_dtype in (None, "auto", "bfloat16", "float16")
+    if unquantised and asked.block_size in (None, STOCK_BLOCK_SIZE):
+        return
+    raise ValueError(
+        f"no attention backend is chosen for a layer with --kv-cache-dtype {asked.kv_cache_dtype} and --block-size "
+        f"{asked.block_size}, which vLLM's own for the CPU can't serve. Draft layers don't follow --attention-backend: "
+        f'add "attention_backend": "CUSTOM" to --speculative-config'
+    )

@@ -1,7 +1,7 @@
 """Once a layer: store this step's tokens, then attend.
 
 `forward_mqa` is handed absorbed queries and returns the latent output; the layer projects it up. `forward_mha` is
-handed the rest of a step, un-absorbed, and writes the projected output in place. LSE is float32, natural log.
+handed long prompts, un-absorbed, and writes the projected output in place. LSE is float32, natural log.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 
-import pagedmla
-from pagedmla.adapters.vllm import LayerPools, Rows, layer_pools, store_values
-from pagedmla.kv_cache.checks import describe
-from pagedmla.kv_cache.values import KVCacheInputsPerDevice
+from pagedmla.adapters.vllm import layer_pools
 from pagedmla.plugin.plan import Plan
+from pagedmla.plugin.vllm.bound import BoundLayer
 from pagedmla.plugin.vllm.builder import PagedMLAMetadata
 from pagedmla.plugin.vllm.counters import count, describe_layer
 
@@ -30,8 +28,7 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.supports_quant_query_input = False  # queries stay in the model's dtype
-        self._pools: LayerPools | None = None
-        self._store_into: KVCacheInputsPerDevice | None = None
+        self._bound: BoundLayer | None = None
         self._cache_key: tuple[Any, ...] | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -62,21 +59,10 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
     ) -> None:
         if kv_cache.numel() == 0:  # the engine measures memory before it has a cache
             return
-        pools = self._bound_pools(kv_cache, k_scale)
-        if self._store_into is None:
-            self._store_into = store_values(pools)
         slots = slot_mapping.flatten()
-        executor = self._plan.store_choice.executor.name
-        pagedmla.store(
-            kv_c_normed[: slots.shape[0]],
-            k_pe[: slots.shape[0]].flatten(1),
-            self._store_into,
-            0,
-            slot_mapping=slots,
-            layout=pools.layout,
-            executor=executor,
-        )
-        count(self._name, "store", executor)
+        tokens = slots.shape[0]
+        self._layer_of(kv_cache, k_scale).store(kv_c_normed[:tokens], k_pe[:tokens].flatten(1), slots)
+        count(self._name, "store", self._plan.store_choice.executor.name)
 
     def forward_mqa(
         self,
@@ -87,8 +73,10 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
     ) -> tuple[Tensor, Tensor]:
         """(out `[B, H, latent]`, lse `[B, H]` float32, natural log)."""
         absorbed = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        assert attn_metadata.decode_rows is not None
-        return self._attend(absorbed, kv_c_and_k_pe_cache, attn_metadata.decode_rows, layer._k_scale, "decode")
+        assert attn_metadata.absorbed is not None
+        state = attn_metadata.absorbed.attend(absorbed, self._layer_of(kv_c_and_k_pe_cache, layer._k_scale))
+        count(self._name, attn_metadata.kind, self._plan.attend_choice.executor.name)
+        return state
 
     def forward_mha(
         self,
@@ -108,40 +96,21 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
                 q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale, *rest, **more
             )
             return
-        rows = attn_metadata.prefill_rows
-        assert rows is not None
-        out, _ = self._attend(self._absorb(q), kv_c_and_k_pe_cache, rows, k_scale, attn_metadata.kind)
-        projected = output.view(-1, self.num_heads, self.v_head_dim)
-        torch.bmm(out.transpose(0, 1), self._layer.W_UV, out=projected.transpose(0, 1))
-
-    def _absorb(self, q: Tensor) -> Tensor:
-        """`[T, H, nope + rope]` to `[T, H, latent + rope]`: W_UK folded in."""
-        nope, rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        absorbed = q.new_empty(q.shape[0], self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim)
-        latent = absorbed[..., : self.kv_lora_rank]
-        torch.bmm(nope.transpose(0, 1), self._layer.W_UK_T, out=latent.transpose(0, 1))
-        absorbed[..., self.kv_lora_rank :] = rope
-        return absorbed
-
-    def _attend(self, q: Tensor, cache: Tensor, rows: Rows, k_scale: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        pools = self._bound_pools(cache, k_scale)
-        out, lse = pagedmla.attend(
+        assert attn_metadata.dense is not None
+        attn_metadata.dense.attend(
             q,
-            rows.values(pools),
-            0,
-            sm_scale=self.scale,
-            query_start_loc=rows.query_start_loc,
-            layout=pools.layout,
-            plan=self._plan,
+            self._layer_of(kv_c_and_k_pe_cache, k_scale),
+            self._layer.W_UK_T,
+            self._layer.W_UV,
+            output.view(-1, self.num_heads, self.v_head_dim),
         )
-        count(self._name, kind, self._plan.attend_choice.executor.name)
-        return out, lse
+        count(self._name, "dense", attn_metadata.dense.executor)
 
-    def _bound_pools(self, cache: Tensor, k_scale: Tensor) -> LayerPools:
-        """Views of the layer's cache, made anew only where the engine hands over other memory."""
+    def _layer_of(self, cache: Tensor, k_scale: Tensor) -> BoundLayer:
+        """The layer's cache, bound anew only where the engine hands over other memory."""
         key = (cache.data_ptr(), cache.shape, cache.stride(), k_scale.data_ptr())
-        if self._pools is None or self._cache_key != key:
-            self._pools = layer_pools(cache, self._plan.layout, k_scale)
-            self._store_into, self._cache_key = None, key
-            describe_layer(self._name, f"{self._plan}; cache {describe(cache)}, strides {list(cache.stride())}")
-        return self._pools
+        if self._bound is None or self._cache_key != key:
+            self._bound = BoundLayer(self._name, layer_pools(cache, self._plan.layout, k_scale), self._plan)
+            self._cache_key = key
+            describe_layer(self._name, str(self._plan), cache)
+        return self._bound

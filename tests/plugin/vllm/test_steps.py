@@ -36,9 +36,12 @@ def builder(vllm: Any) -> Any:
     from pagedmla.plugin.vllm.builder import PagedMLABuilder
 
     made = PagedMLABuilder.__new__(PagedMLABuilder)
-    made.dcp_world_size, made.reorder_batch_threshold = 1, 4
+    from pagedmla.plugin.vllm.dense import DenseCalls
+
+    made.dcp_world_size, made._longest_decode, made.reorder_batch_threshold = 1, 4, 30
     made.plan = make_plan("fp32")
     made._cache_lengths = torch.zeros(8, dtype=torch.int32)
+    made._dense_calls, made._workspace = DenseCalls.choose(made.plan), torch.full((64, LATENT + ROPE), torch.nan)
     return made
 
 
@@ -48,6 +51,7 @@ def step(starts: Tensor, seq_lens: Tensor, tokens: int | None = None, **changes:
         "query_start_loc": starts,
         "query_start_loc_cpu": starts,
         "seq_lens": seq_lens,
+        "seq_lens_cpu_upper_bound": seq_lens,
         "num_reqs": requests,
         "num_actual_tokens": int(starts[-1]) if tokens is None else tokens,
         "max_query_len": int(starts.diff().max()),
@@ -60,33 +64,75 @@ def step(starts: Tensor, seq_lens: Tensor, tokens: int | None = None, **changes:
     return SimpleNamespace(**given)
 
 
-def test_drafts_of_unequal_length_are_one_decode_call(builder: Any) -> None:
+def test_drafts_of_unequal_length_are_decode_rows(builder: Any) -> None:
     """Threshold 4 is one token and three drafts."""
     metadata = builder.build(0, step(int32(0, 1, 5, 7), int32(30, 9, 2)))
     assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (3, 7, 0)
-    assert metadata.prefill_rows is None
-    assert metadata.decode_rows.cache_lengths.tolist() == [29, 5, 0]
+    assert (metadata.kind, metadata.dense) == ("decode", None)
+    assert metadata.absorbed.rows.cache_lengths.tolist() == [29, 5, 0]
+    assert metadata.absorbed.rows.mixed_step_split.tolist() == [3, 7]
 
 
-def test_mixed_step_is_one_call_for_all_rows(builder: Any) -> None:
+def test_short_prompts_share_the_launch_of_decode_rows(builder: Any) -> None:
     metadata = builder.build(0, step(int32(0, 1, 2, 28), int32(8, 40, 26)))
-    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (0, 0, 3)
-    assert metadata.kind == "mixed"
-    assert metadata.decode_rows is None
-    assert metadata.prefill_rows.mixed_step_split.tolist() == [2, 2]
-    assert metadata.prefill_rows.cache_lengths.tolist() == [7, 39, 0]
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (3, 28, 0)
+    assert (metadata.kind, metadata.dense) == ("mixed", None)
+    assert metadata.absorbed.rows.mixed_step_split.tolist() == [2, 2]
+    assert metadata.absorbed.rows.cache_lengths.tolist() == [7, 39, 0]
 
 
-def test_prompts_alone_are_prefill(builder: Any) -> None:
+def test_short_prompts_alone_are_prefill(builder: Any) -> None:
     metadata = builder.build(0, step(int32(0, 20, 45), int32(20, 60)))
-    assert metadata.kind == "prefill"
-    assert metadata.prefill_rows.mixed_step_split.tolist() == [0, 0]
+    assert (metadata.kind, metadata.num_prefills) == ("prefill", 0)
+    assert metadata.absorbed.rows.mixed_step_split.tolist() == [0, 0]
+
+
+def test_long_prompts_go_the_dense_way_beside_the_others(builder: Any) -> None:
+    """A decode row, a prompt's short tail, and 31 tokens where 30 are the bound."""
+    metadata = builder.build(0, step(int32(0, 1, 11, 42), int32(8, 40, 55)))
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (2, 11, 1)
+    assert metadata.kind == "mixed"
+    assert metadata.absorbed.rows.cache_lengths.tolist() == [7, 30]
+    assert metadata.absorbed.rows.mixed_step_split.tolist() == [1, 1]
+    assert metadata.absorbed.rows.query_start_loc.tolist() == [0, 1, 11]
+    assert metadata.absorbed.rows.max_query_length == 30
+    assert metadata.dense._query_start_loc.tolist() == [0, 31]
+    (one,) = metadata.dense._passes
+    assert (one.starts.tolist(), one.key_start_loc.tolist(), one.keys, one.causal) == ([0], [0, 55], 55, True)
+
+
+def test_decode_rows_beside_long_prompts_are_still_decode_rows(builder: Any) -> None:
+    builder._longest_decode = 1
+    metadata = builder.build(0, step(int32(0, 1, 2, 33), int32(8, 40, 31)))
+    assert (metadata.kind, metadata.num_decodes, metadata.num_prefills) == ("decode", 2, 1)
+    assert metadata.absorbed.rows.one_token_each
+    assert metadata.absorbed.rows.cache_lengths.tolist() == [7, 39]
+    assert metadata.decode.seq_lens.tolist() == [8, 40]
+
+
+def test_shards_of_decode_context_parallelism(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's own lengths, one query token each; the engine attends the prompt behind them."""
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+
+    decode = SimpleNamespace(seq_lens=int32(4, 0))
+    made = SimpleNamespace(num_decodes=2, num_decode_tokens=2, decode=decode, absorbed=None)
+    monkeypatch.setattr(MLACommonMetadataBuilder, "build", lambda *arguments: made)
+    builder.dcp_world_size = 2
+    metadata = builder.build(0, step(int32(0, 1, 2, 28), int32(8, 1, 26)))
+    assert metadata.absorbed.rows.one_token_each
+    assert metadata.absorbed.rows.cache_lengths.tolist() == [3, -1]
+    assert metadata.absorbed.rows.lookup_table.shape[0] == 2
+
+
+def test_long_prompts_alone_leave_no_absorbed_rows(builder: Any) -> None:
+    metadata = builder.build(0, step(int32(0, 31, 62), int32(31, 31)))
+    assert (metadata.num_decodes, metadata.num_prefills, metadata.absorbed, metadata.decode) == (0, 2, None, None)
 
 
 def test_graph_padding_keeps_addresses(builder: Any) -> None:
     """Four rows of a captured graph, two of them real this time: every step writes where the capture reads."""
     steps = [step(int32(0, 1, 2, 2, 2), int32(30, 9, 0, 0), tokens=4), step(int32(0, 1, 2, 3, 4), int32(31, 10, 1, 7))]
-    first, second = (builder.build(0, each).decode_rows for each in steps)
+    first, second = (builder.build(0, each).absorbed.rows for each in steps)
     assert first.num_tokens == 4
     assert first.cache_lengths.data_ptr() == second.cache_lengths.data_ptr()
     assert second.cache_lengths.tolist() == [30, 9, 0, 6]
@@ -106,7 +152,7 @@ def impl(vllm: Any) -> Any:
     made = PagedMLAImpl.__new__(PagedMLAImpl)
     made.num_heads, made.qk_nope_head_dim, made.qk_rope_head_dim = H, NOPE, ROPE
     made.kv_lora_rank, made.v_head_dim, made.scale, made.dcp_world_size = LATENT, VALUE, SCALE, 1
-    made._pools = made._store_into = made._cache_key = None
+    made._bound = made._cache_key = None
     layer = SimpleNamespace(
         W_UK_T=torch.randn(H, NOPE, LATENT) / 4,
         W_UV=torch.randn(H, LATENT, VALUE) / 20,
@@ -117,21 +163,23 @@ def impl(vllm: Any) -> Any:
     return made
 
 
-def test_absorbed_prompt_equals_attention_on_projected_keys(impl: Any, builder: Any) -> None:
-    """Nobody sees the latent here: keys and values are projected first, and each head attends on its own."""
+def test_dense_prompt_equals_attention_on_projected_keys(impl: Any, builder: Any) -> None:
+    """A prompt of 40 tokens, of which 5 are cached already, behind a decode row that forward_mha isn't shown."""
     cache = torch.full((BLOCKS, P, LATENT + ROPE), torch.nan)
-    latent, rope, q = torch.randn(20, LATENT), torch.randn(20, ROPE), torch.randn(20, H, NOPE + ROPE)
+    latent, rope, q = torch.randn(40, LATENT), torch.randn(40, ROPE), torch.randn(35, H, NOPE + ROPE)
     k_scale = impl._layer._k_scale
-    impl.do_kv_cache_update(latent, rope.unsqueeze(1), cache, torch.arange(20), "auto", k_scale, False)
-    metadata = builder.build(0, step(int32(0, 20), int32(20)))
-    output = torch.empty(20, H * VALUE)
+    slots = torch.arange(4 * P, 4 * P + 40)  # the second row of `step`'s table
+    impl.do_kv_cache_update(latent, rope.unsqueeze(1), cache, slots, "auto", k_scale, False)
+    metadata = builder.build(0, step(int32(0, 1, 36), int32(8, 40)))
+    output = torch.empty(35, H * VALUE)
     impl.forward_mha(q, latent, rope.unsqueeze(1), cache, metadata, k_scale, output)
     keys = torch.cat((torch.einsum("hpl,kl->khp", impl._layer.W_UK_T, latent), rope.unsqueeze(1).expand(-1, H, -1)), -1)
     values = torch.einsum("hlv,kl->khv", impl._layer.W_UV, latent)
+    seen = torch.arange(40) <= torch.arange(5, 40).unsqueeze(1)
     expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (q, keys, values)), is_causal=True, scale=SCALE
+        *(x.transpose(0, 1) for x in (q, keys, values)), attn_mask=seen, scale=SCALE
     ).transpose(0, 1)
-    torch.testing.assert_close(output.view(20, H, VALUE), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.view(35, H, VALUE), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_shards_combine_by_natural_lse(impl: Any, builder: Any) -> None:

@@ -1,0 +1,265 @@
+"""`attend`, `store` and `merge_states` as torch custom ops: what torch.compile and torch.export see instead of kernels.
+
+    from pagedmla.plugin import ops                       # registers torch.ops.pagedmla.*
+
+    ops.store(latent, rope, values, layer, layout=...)    # as pagedmla.store
+    out, lse = ops.attend(q, values, layer, layout=..., sm_scale=...)
+
+| op          | writes               | gives                                           |
+|-------------|----------------------|-------------------------------------------------|
+| store       | kv_blocks, kv_scales | nothing; tokens find their place by the tables  |
+| store_slots | kv_blocks, kv_scales | nothing; tokens go to slots                     |
+| attend      | nothing              | out `[T, H, latent]`, lse `[T, H]` float32      |
+| merge       | nothing              | out `[T, H, D]`, lse `[T, H]` float32           |
+
+The functions below take the arguments of the public calls and hand the fields of `values` to the op, each a tensor.
+torch.compile wants every tensor that an op writes to be one that it can clone and write back, so
+
+* 8-bit pools go as bytes: torch doesn't copy and compare float8 everywhere;
+* one scale for a whole pool goes as `[1]` or `[num_layers]`, which no op writes;
+* scales that lie in the pages of their values aren't an argument: `values.kv_blocks` is then the engine's own cache,
+  `[num_blocks, page_size, row]` as vLLM has it (`adapters.vllm.layer_pools`), and `values.kv_scales` None;
+* pools have their own strides: a `page_stride` over a tensor that doesn't reach that far is for eager calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedmla.adapters.vllm import layer_pools
+from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.layouts import CacheLayout, get_layout, per_tensor_scale
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
+from pagedmla.plugin import api
+from pagedmla.plugin.executors import AUTO
+
+# What a step reads of KVCacheInputsPerDevice, as its docstring describes it; `sigma` is one scale for a whole pool, or
+# one a layer. Then the layout, as what a schema can hold: 0 columns where the pool is to say.
+_FIELDS = (
+    "Tensor? sigma, Tensor cache_lengths, Tensor lookup_table, Tensor max_prompt_length, Tensor max_cache_length, "
+    "Tensor? page_stride, Tensor? scales_page_stride, Tensor? scales_lookup_table, "
+    "Tensor? attention_dispatch_metadata, Tensor? mla_num_partitions, Tensor? mixed_step_split"
+)
+_LAYOUT = "int layer, str layout, int latent_columns, int rope_columns, int? granularity, str executor"
+
+
+def attend(
+    q: Tensor,
+    values: KVCacheInputsPerDevice,
+    layer: int,
+    *,
+    sm_scale: float,
+    query_start_loc: Tensor | None = None,
+    causal: bool = True,
+    layout: CacheLayout | str,
+    executor: str = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """As `pagedmla.attend`, one op in a graph. Shapes, dtypes and errors are those of that call."""
+    kv_blocks, kv_scales, fields = _flattened(values)
+    out, lse = torch.ops.pagedmla.attend(
+        q, kv_blocks, kv_scales, *fields, query_start_loc, sm_scale, causal, *_described(layout, layer), executor
+    )
+    return out, lse
+
+
+def store(
+    latent: Tensor,
+    rope: Tensor,
+    values: KVCacheInputsPerDevice,
+    layer: int,
+    *,
+    query_start_loc: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    scales_slot_mapping: Tensor | None = None,
+    layout: CacheLayout | str,
+    executor: str = AUTO,
+    power_of_two: bool = False,
+) -> None:
+    """As `pagedmla.store`, one op in a graph. Shapes, dtypes and errors are those of that call."""
+    kv_blocks, kv_scales, fields = _flattened(values)
+    described = (*_described(layout, layer), executor)
+    if slot_mapping is None:
+        if scales_slot_mapping is not None:
+            refuse("slot_mapping", "[T] int64 beside scales_slot_mapping", None)
+        torch.ops.pagedmla.store(latent, rope, kv_blocks, kv_scales, *fields, query_start_loc, power_of_two, *described)
+        return
+    if query_start_loc is not None:
+        refuse("query_start_loc", "None, since slot_mapping says where tokens go", query_start_loc)
+    torch.ops.pagedmla.store_slots(
+        latent, rope, kv_blocks, kv_scales, *fields, slot_mapping, scales_slot_mapping, power_of_two, *described
+    )
+
+
+def merge_states(
+    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], *, executor: str = AUTO
+) -> tuple[Tensor, Tensor]:
+    """As `pagedmla.merge_states`, one op in a graph."""
+    stacked = (each if isinstance(each, Tensor) else torch.stack(list(each)) for each in (outs, lses))
+    out, lse = torch.ops.pagedmla.merge(*stacked, executor)
+    return out, lse
+
+
+def _flattened(values: KVCacheInputsPerDevice) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """kv_blocks, kv_scales and the other fields, in the order of the ops' schemas."""
+    given = single_device(values)
+    scales, scales_stride, sigma = given.kv_scales, given.scales_page_stride, None
+    if scales is not None and scales.stride(0) == 0 and scales.stride(3) == 0:
+        sigma = scales[0, 0, : 1 if scales.stride(2) == 0 else None, 0, 0, 0]
+        scales = scales_stride = None
+    return (
+        _bytes(given.kv_blocks),
+        None if scales is None else _bytes(scales),
+        (
+            sigma,
+            given.cache_lengths,
+            given.lookup_table,
+            _on_host(given.max_prompt_length),
+            _on_host(given.max_cache_length),
+            _on_host(given.page_stride),
+            _on_host(scales_stride),
+            given.scales_lookup_table,
+            given.attention_dispatch_metadata,
+            _on_host(given.mla_num_partitions),
+            given.mixed_step_split,
+        ),
+    )
+
+
+def _on_host(number: Tensor | int | None) -> Tensor | None:
+    return torch.tensor([number], dtype=torch.int64) if isinstance(number, int) else number
+
+
+def _bytes(pool: Tensor) -> Tensor:
+    return pool.view(torch.uint8) if pool.element_size() == 1 else pool
+
+
+def _described(layout: CacheLayout | str, layer: int) -> tuple[int, str, int, int, int | None]:
+    if isinstance(layout, str):
+        return layer, layout, 0, 0, None
+    return layer, layout.name, layout.latent, layout.rope, getattr(layout, "granularity", None)
+
+
+def _bound(
+    kv_blocks: Tensor, kv_scales: Tensor | None, fields: Sequence[Tensor | None], layout: Sequence[Any]
+) -> tuple[KVCacheInputsPerDevice, CacheLayout | str]:
+    """The values and the layout that an op was given in parts."""
+    sigma, lengths, table, max_prompt, max_cache, stride, scales_stride, scales_table, dispatch, partitions, split = (
+        fields
+    )
+    name, latent, rope, granularity = layout
+    made = get_layout(name, latent=latent, rope=rope, granularity=granularity) if latent else name
+    if kv_blocks.dim() == 3:
+        pools = layer_pools(kv_blocks, get_layout(name) if isinstance(made, str) else made, sigma)
+        kv_blocks, kv_scales = pools.blocks, pools.scales
+    elif sigma is not None:
+        kv_scales = per_tensor_scale(sigma, kv_blocks)
+    elif kv_scales is not None and kv_scales.dtype == torch.uint8:
+        kv_scales = kv_scales.view(torch.float8_e8m0fnu)
+    values = KVCacheInputsPerDevice(
+        kv_blocks=kv_blocks,
+        cache_lengths=lengths,
+        lookup_table=table,
+        max_prompt_length=max_prompt,
+        max_cache_length=max_cache,
+        page_stride=stride,
+        kv_scales=kv_scales,
+        scales_page_stride=scales_stride,
+        scales_lookup_table=scales_table,
+        attention_dispatch_metadata=dispatch,
+        mla_num_partitions=partitions,
+        mixed_step_split=split,
+    )
+    return values, made
+
+
+@torch.library.custom_op(
+    "pagedmla::attend",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor kv_blocks, Tensor? kv_scales, {_FIELDS}, Tensor? query_start_loc, float sm_scale, "
+    f"bool causal, {_LAYOUT}) -> (Tensor, Tensor)",
+)
+def _attend(q, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
+    *fields, query_start_loc, sm_scale, causal, layer, name, latent, rope, granularity, executor = rest
+    values, layout = _bound(kv_blocks, kv_scales, fields, (name, latent, rope, granularity))
+    return api.attend(
+        q,
+        values,
+        layer,
+        sm_scale=sm_scale,
+        query_start_loc=query_start_loc,
+        causal=causal,
+        layout=layout,
+        executor=executor,
+    )
+
+
+@_attend.register_fake
+def _(q, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
+    rope_columns = rest[-3] or 64
+    out = q.new_empty(*q.shape[:2], q.shape[2] - rope_columns)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "pagedmla::store",
+    mutates_args=("kv_blocks", "kv_scales"),
+    schema=f"(Tensor latent, Tensor rope, Tensor(a!) kv_blocks, Tensor(b!)? kv_scales, {_FIELDS}, "
+    f"Tensor? query_start_loc, bool power_of_two, {_LAYOUT}) -> ()",
+)
+def _store(latent, rope, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
+    *fields, query_start_loc, power_of_two, layer, name, columns, rope_columns, granularity, executor = rest
+    values, layout = _bound(kv_blocks, kv_scales, fields, (name, columns, rope_columns, granularity))
+    api.store(
+        latent,
+        rope,
+        values,
+        layer,
+        query_start_loc=query_start_loc,
+        layout=layout,
+        executor=executor,
+        power_of_two=power_of_two,
+    )
+
+
+@torch.library.custom_op(
+    "pagedmla::store_slots",
+    mutates_args=("kv_blocks", "kv_scales"),
+    schema=f"(Tensor latent, Tensor rope, Tensor(a!) kv_blocks, Tensor(b!)? kv_scales, {_FIELDS}, "
+    f"Tensor slot_mapping, Tensor? scales_slot_mapping, bool power_of_two, {_LAYOUT}) -> ()",
+)
+def _store_slots(latent, rope, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
+    *fields, slots, scales_slots, power_of_two, layer, name, columns, rope_columns, granularity, executor = rest
+    values, layout = _bound(kv_blocks, kv_scales, fields, (name, columns, rope_columns, granularity))
+    api.store(
+        latent,
+        rope,
+        values,
+        layer,
+        slot_mapping=slots,
+        scales_slot_mapping=scales_slots,
+        layout=layout,
+        executor=executor,
+        power_of_two=power_of_two,
+    )
+
+
+@_store.register_fake
+@_store_slots.register_fake
+def _(*arguments):  # type: ignore[no-untyped-def]
+    return None
+
+
+@torch.library.custom_op(
+    "pagedmla::merge", mutates_args=(), schema="(Tensor outs, Tensor lses, str executor) -> (Tensor, Tensor)"
+)
+def _merge(outs, lses, executor):  # type: ignore[no-untyped-def]
+    return api.merge_states(outs, lses, executor=executor)
+
+
+@_merge.register_fake
+def _(outs, lses, executor):  # type: ignore[no-untyped-def]
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)

@@ -1,0 +1,193 @@
+"""The custom ops as torch sees them: opcheck, torch.compile and torch.export, each against the eager call.
+
+Layouts stand on what a graph must carry: no scales (bf16), a pool of scales (fp8_rope_bf16, and fp8_flat by groups that
+don't divide the row), e8m0 scales, one scale for the tensor, scales inside the row (fp8_ds_mla) or the page (vLLM's).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import pagedmla
+from pagedmla.adapters.vllm import layer_pools, row_bytes
+from pagedmla.kv_cache.layouts import CacheLayout, get_layout, per_tensor_scale
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice, PagedCacheValues
+from pagedmla.plugin import ops
+
+H, P, PAGES, LAYERS, LAYER = 2, 16, 8, 2, 1
+STARTS = torch.tensor([0, 5, 8], dtype=torch.int32)
+TABLE = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+CONTEXT = torch.tensor([3, 14], dtype=torch.int32)  # the second request crosses into its second page
+SLOTS = torch.tensor([19, 20, 21, 22, 23, 62, 63, 64])
+CASES = [
+    "bf16",
+    "fp32",
+    "fp8_rope_bf16",
+    "fp8_flat",
+    "fp8_flat by 128",
+    "e8m0",
+    "one scale",
+    "a layer's scale",
+    "fp8_ds_mla",
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()  # torch keeps eight graphs of a function, and then refuses
+
+
+def make_values(case: str) -> tuple[CacheLayout, KVCacheInputsPerDevice]:
+    """A cache of PAGES pages whose tokens are all readable, and a step of 5 + 3 tokens."""
+    layout = (
+        get_layout("fp8_flat", granularity=128)
+        if case == "fp8_flat by 128"
+        else get_layout({"e8m0": "fp8_flat", "one scale": "fp8_flat", "a layer's scale": "fp8_flat"}.get(case, case))
+    )
+    generator = torch.Generator().manual_seed(0)
+    latent, rope = (torch.randn(PAGES, 1, LAYERS, P, 1, width, generator=generator) for width in (512, 64))
+    made = layout.quantize(latent, rope, scale_dtype=torch.float8_e8m0fnu if case == "e8m0" else torch.float32)
+    blocks, scales = made.values.contiguous(), made.scales
+    if case in ("one scale", "a layer's scale"):
+        scales = per_tensor_scale(torch.tensor([0.25, 0.5])[: 1 if case == "one scale" else 2], blocks)
+    values = KVCacheInputsPerDevice(blocks, CONTEXT.clone(), TABLE.clone(), 5, 17, None, kv_scales=scales)
+    return layout, values
+
+
+def pools(values: KVCacheInputsPerDevice) -> list[Tensor]:
+    """What a step may have changed, as bytes."""
+    found = [values.kv_blocks] + ([] if values.kv_scales is None else [values.kv_scales.contiguous()])
+    return [pool.view(torch.uint8) for pool in found]
+
+
+def step_inputs(seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(8, *shape, generator=generator) for shape in ((512,), (64,), (H, 576)))  # type: ignore[return-value]
+
+
+class Block(torch.nn.Module):
+    """A layer's part of a model: store, attend, merge with itself, with ordinary work around each."""
+
+    def __init__(self, layout: CacheLayout | str, layer: int = LAYER) -> None:
+        super().__init__()
+        self.layout, self.layer = layout, layer
+
+    def forward(
+        self, latent: Tensor, rope: Tensor, q: Tensor, values: Any, starts: Tensor, slots: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        where: dict[str, Any] = {"query_start_loc": starts} if slots is None else {"slot_mapping": slots}
+        ops.store(latent * 2, rope, values, self.layer, layout=self.layout, **where)
+        out, lse = ops.attend(q + 1, values, self.layer, sm_scale=0.1, query_start_loc=starts, layout=self.layout)
+        merged, lse = ops.merge_states([out, out], [lse, lse])
+        return merged * 1.5, lse
+
+
+def eagerly(
+    layout: CacheLayout, latent: Tensor, rope: Tensor, q: Tensor, values: KVCacheInputsPerDevice, layer: int = LAYER
+) -> tuple[Tensor, Tensor]:
+    """The same by the public calls."""
+    pagedmla.store(latent * 2, rope, values, layer, query_start_loc=STARTS, layout=layout)
+    out, lse = pagedmla.attend(q + 1, values, layer, sm_scale=0.1, query_start_loc=STARTS, layout=layout)
+    merged, lse = pagedmla.merge_states([out, out], [lse, lse])
+    return merged * 1.5, lse
+
+
+def assert_same(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case: str) -> None:
+    """Schema, mutations, fakes and dispatch, each against what the op really does."""
+    layout, values = make_values(case)
+    latent, rope, q = step_inputs()
+    blocks, scales, fields = ops._flattened(values)
+    tail = (*ops._described(layout, LAYER), "auto")
+    opcheck(torch.ops.pagedmla.attend.default, (q, blocks, scales, *fields, STARTS, 0.1, True, *tail))
+    opcheck(torch.ops.pagedmla.store.default, (latent, rope, blocks, scales, *fields, STARTS, False, *tail))
+    opcheck(torch.ops.pagedmla.store_slots.default, (latent, rope, blocks, scales, *fields, SLOTS, None, False, *tail))
+
+
+def test_opcheck_of_merge() -> None:
+    opcheck(torch.ops.pagedmla.merge.default, (torch.randn(3, 4, H, 8), torch.randn(3, 4, H), "auto"))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", ["compile", "export", "decomposed"])
+def test_graphs_compute_and_write_what_eager_calls_do(case: str, way: str) -> None:
+    """aot_eager functionalises as every compiler of torch does, and compiles nothing."""
+    layout, values = make_values(case)
+    _, expected_values = make_values(case)
+    latent, rope, q = step_inputs()
+    expected = eagerly(layout, latent, rope, q, expected_values)
+    block = Block(layout)
+    call: Any = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=False)
+    if way != "compile":
+        exported = torch.export.export(block, (latent, rope, q, values, STARTS))
+        call = (exported.run_decompositions({}) if way == "decomposed" else exported).module()
+    assert_same(call(latent, rope, q, values, STARTS), expected)
+    for got, wanted in zip(pools(values), pools(expected_values), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["fp8_rope_bf16", "fp8_flat", "fp8_ds_mla", "bf16"])
+def test_an_engines_pages_go_as_one_tensor(name: str) -> None:
+    """Scales in the value pages are a second view of the same bytes, which torch.compile refuses as an argument."""
+    layout = get_layout(name)
+    width = row_bytes(layout) // layout.value_dtypes[0].itemsize
+    dtype = torch.bfloat16 if name == "bf16" else torch.uint8
+    sigma = torch.tensor([0.5]) if name == "fp8_flat" else None
+    caches = [torch.zeros(PAGES, P, width, dtype=dtype) for _ in range(2)]
+    latent, rope, q = step_inputs()
+    lengths = torch.zeros(2, dtype=torch.int32)
+    found = layer_pools(caches[0], layout, sigma)
+    expected_values = KVCacheInputsPerDevice(found.blocks, lengths, TABLE, 5, 5, None, kv_scales=found.scales)
+    expected = eagerly(layout, latent, rope, q, expected_values, layer=0)
+    flat_scale = None if sigma is None else per_tensor_scale(sigma, found.blocks)
+    values = KVCacheInputsPerDevice(caches[1], lengths, TABLE, 5, 5, None, kv_scales=flat_scale)
+    call = torch.compile(Block(layout, 0), fullgraph=True, backend="aot_eager", dynamic=False)
+    assert_same(call(latent, rope, q, values, STARTS), expected)
+    assert torch.equal(*(cache.view(torch.uint8) for cache in caches))
+
+
+def test_one_graph_serves_other_lengths_and_pages() -> None:
+    layout, values = make_values("fp8_rope_bf16")
+    latent, rope, q = step_inputs()
+    call = torch.compile(Block(layout), fullgraph=True, backend="aot_eager", dynamic=False)
+    call(latent, rope, q, values, STARTS)
+    values.cache_lengths.copy_(torch.tensor([0, 2], dtype=torch.int32))
+    values.lookup_table.copy_(torch.tensor([[6, 7], [5, 1]], dtype=torch.int32))
+    _, other = make_values("fp8_rope_bf16")
+    other.kv_blocks.copy_(values.kv_blocks)
+    other.kv_scales.copy_(values.kv_scales)
+    other.cache_lengths.copy_(values.cache_lengths)
+    other.lookup_table.copy_(values.lookup_table)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got = call(latent, rope, q, values, STARTS)
+    assert_same(got, eagerly(layout, latent, rope, q, other))
+
+
+def test_names_and_bundles_serve_as_in_eager_calls() -> None:
+    layout, values = make_values("fp8_rope_bf16")
+    bundle = PagedCacheValues.from_upstream([values], ["cpu"])
+    _, _, q = step_inputs()
+    by_name = ops.attend(q, bundle, LAYER, sm_scale=0.1, query_start_loc=STARTS, layout="fp8_rope_bf16")
+    assert_same(by_name, pagedmla.attend(q, values, LAYER, sm_scale=0.1, query_start_loc=STARTS, layout=layout))
+
+
+def test_errors_are_those_of_the_calls() -> None:
+    layout, values = make_values("bf16")
+    _, _, q = step_inputs()
+    with pytest.raises(ValueError, match=r"q: expected \[\*, \*, 576\] for layout bf16; got \[8, 2, 575\]"):
+        ops.attend(q[..., :575], values, LAYER, sm_scale=0.1, query_start_loc=STARTS, layout=layout)
+    latent, rope, _ = step_inputs()
+    with pytest.raises(ValueError, match="query_start_loc: expected None, since slot_mapping says where tokens go"):
+        ops.store(latent, rope, values, LAYER, query_start_loc=STARTS, slot_mapping=SLOTS, layout=layout)
+    with pytest.raises(ValueError, match=r"slot_mapping: expected \[T\] int64 beside scales_slot_mapping; got None"):
+        ops.store(latent, rope, values, LAYER, scales_slot_mapping=SLOTS, layout=layout)

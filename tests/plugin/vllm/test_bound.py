@@ -1,0 +1,157 @@
+"""A step is bound once for all layers: what may be shared is, what is a layer's own isn't, and nothing goes unchecked.
+
+Two layers of one cache group, with other tokens in each: whatever leaks from the first layer into the second shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pagedmla
+from pagedmla.adapters.vllm import layer_pools, step_rows, write_cache_lengths
+from pagedmla.kv_cache.checks import DroppedStoreWarning
+from pagedmla.kv_cache.layouts import get_layout
+from pagedmla.plugin.vllm import bound
+from pagedmla.plugin.vllm.bound import BoundLayer, BoundRows
+
+H, P, BLOCKS, TOKENS = 3, 16, 9, 20
+SCALE = 0.1
+LAYOUT = get_layout("fp8_rope_bf16")
+
+
+def make_plan() -> Any:
+    return pagedmla.plan(
+        layout=LAYOUT, num_heads=H, page_size=P, max_batch=4, max_tokens=32, max_cache_length=64,
+        dtype=torch.float32, device="cpu", sm_scale=SCALE,
+    )  # fmt: skip
+
+
+def make_layer(name: str, plan: Any, blocks: int = BLOCKS) -> BoundLayer:
+    cache = torch.full((blocks, P, LAYOUT.bytes_per_token), 0x7F, dtype=torch.uint8)  # NaN
+    return BoundLayer(name, layer_pools(cache, LAYOUT), plan)
+
+
+def make_rows(plan: Any, starts: tuple[int, ...], seq_lens: tuple[int, ...], pages: tuple[int, ...]) -> BoundRows:
+    query_start_loc, lengths = (torch.tensor(each, dtype=torch.int32) for each in (starts, seq_lens))
+    longest = int(query_start_loc.diff().max())
+    rows = step_rows(
+        write_cache_lengths(lengths, query_start_loc, torch.zeros(4, dtype=torch.int32), longest),
+        torch.tensor(pages, dtype=torch.int32).view(len(seq_lens), -1),
+        query_start_loc,
+        num_tokens=starts[-1],
+        max_query_length=longest,
+        max_seq_len=max(seq_lens),
+        num_decodes=len(seq_lens),
+        num_decode_tokens=starts[-1],
+    )
+    return BoundRows(rows, plan)
+
+
+def fill(layer: BoundLayer, seed: int) -> None:
+    """20 tokens on pages 1 and 2."""
+    generator = torch.Generator().manual_seed(seed)
+    latent, rope = (torch.randn(TOKENS, width, generator=generator) for width in (512, 64))
+    layer.store(latent, rope, torch.arange(P, P + TOKENS))
+
+
+def publicly(q: Tensor, rows: BoundRows, layer: BoundLayer) -> tuple[Tensor, Tensor]:
+    given = rows.rows
+    return pagedmla.attend(
+        q, given.values(layer.pools), 0, sm_scale=SCALE, query_start_loc=given.query_start_loc, layout=LAYOUT
+    )
+
+
+@pytest.mark.parametrize("starts", [(0, 1), (0, 5)])
+def test_each_layer_reads_its_own_pages(starts: tuple[int, ...]) -> None:
+    plan = make_plan()
+    layers = [make_layer(f"layer.{i}", plan) for i in range(2)]
+    for seed, layer in enumerate(layers):
+        fill(layer, seed)
+    rows = make_rows(plan, starts, (TOKENS,), (1, 2))
+    q = torch.randn(starts[-1], H, 576)
+    found = [rows.attend(q, layer) for layer in layers]
+    for layer, (out, lse) in zip(layers, found):
+        expected_out, expected_lse = publicly(q, rows, layer)
+        assert torch.equal(out, expected_out)
+        assert torch.equal(lse, expected_lse)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_later_layers_bind_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep model paid the checks of a step in each of its layers: 0.7 ms of host time a layer."""
+    plan = make_plan()
+    layers = [make_layer(f"layer.{i}", plan) for i in range(3)]
+    for layer in layers:
+        fill(layer, 0)
+    bindings: list[str] = []
+    stock = bound.bind_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        bindings.append(args[5])
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(bound, "bind_step", counted)
+    rows = make_rows(plan, (0, 1), (TOKENS,), (1, 2))
+    q = torch.randn(1, H, 576)
+    for layer in layers:
+        fill(layer, 1)
+        rows.attend(q, layer)
+    assert bindings == ["q"]
+
+
+def test_a_layer_with_fewer_pages_is_checked_anew() -> None:
+    plan = make_plan()
+    large, small = make_layer("large", plan), make_layer("small", plan, blocks=2)
+    fill(large, 0)
+    rows = make_rows(plan, (0, 1), (TOKENS,), (1, 2))
+    q = torch.randn(1, H, 576)
+    rows.attend(q, large)
+    with pytest.raises(IndexError, match="lookup_table: row 0, column 1 holds page id 2; kv_blocks has 2 pages"):
+        rows.attend(q, small)
+
+
+def test_every_layer_is_read_where_checks_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan()
+    good, bad = make_layer("good", plan), make_layer("bad", plan)
+    fill(good, 0)
+    rows = make_rows(plan, (0, 1), (TOKENS,), (1, 2))
+    q = torch.randn(1, H, 576)
+    monkeypatch.setenv("PAGEDMLA_CHECK", "1")
+    rows.attend(q, good)
+    with pytest.raises(ValueError, match="kv_blocks: expected no NaN in live slots; got one at row 0, column 0"):
+        rows.attend(q, bad)
+    with pytest.raises(IndexError, match="slot_mapping: token 0 has slot 144"):
+        good.store(torch.randn(1, 512), torch.randn(1, 64), torch.tensor([BLOCKS * P]))
+
+
+def test_tokens_outside_the_cache_are_named() -> None:
+    layer = make_layer("model.layers.4", make_plan())
+    slots = torch.tensor([0, -1, BLOCKS * P + 3])
+    sentence = "model.layers.4: 1 of 3 tokens dropped, first slot 147; the cache has 9 pages of 16"
+    with pytest.warns(DroppedStoreWarning, match=sentence):
+        layer.store(torch.randn(3, 512), torch.randn(3, 64), slots)
+
+
+def test_plan_refuses_a_step_that_is_larger() -> None:
+    plan = make_plan()
+    layer = make_layer("layer.0", plan)
+    rows = make_rows(plan, (0, 33), (40,), (1, 2, 3))
+    with pytest.raises(ValueError, match="plan holds 32 tokens; got 33"):
+        rows.attend(torch.randn(33, H, 576), layer)
+
+
+def test_decode_steps_need_no_search_for_the_request() -> None:
+    """Padding rows of a captured graph stand at length -1, so that their one token sees nothing."""
+    plan = make_plan()
+    decode, ragged = (
+        make_rows(plan, (0, 1, 2, 2), (20, 3, 0), (1, 2, 3, 4, 5, 6)),
+        make_rows(plan, (0, 1, 3), (20, 3), (1, 2, 3, 4)),
+    )
+    assert not decode.rows.one_token_each  # two tokens for three requests
+    assert decode.rows._replace(num_tokens=3).one_token_each
+    assert not ragged.rows.one_token_each
+    assert decode.rows.cache_lengths.tolist() == [19, 2, -1]
