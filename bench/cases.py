@@ -13,7 +13,7 @@ from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 from pagedmla.kv_cache.page_pool import PagePool
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 
-LAYOUTS = ("bf16", "fp8_rope_bf16", "fp8_ds_mla")
+LAYOUTS = ("bf16", "fp8_flat", "fp8_rope_bf16", "fp8_ds_mla")
 HEADS = (16, 128)
 BATCHES = (1, 8, 32, 128)
 PAGE_SIZE = 64
@@ -55,14 +55,14 @@ def grid(
 
 
 def build(case: Case, device: torch.device | str) -> Inputs:
-    """The case on a device; the same numbers each time."""
+    """The case on a device; the same numbers each time on the same kind of device."""
     layout = get_layout(case.layout)
     pages = case.batch * -(-case.kv_len // PAGE_SIZE)
     sigma = torch.tensor([0.05]) if layout.name == "fp8_flat" else None
     pool = PagePool(
         layout, num_layers=1, page_size=PAGE_SIZE, num_pages=pages, shuffle_seed=0, sigma=sigma, device=device
     )
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     names = list(range(case.batch))
     for name in names:
         pool.allocate(name)
@@ -78,7 +78,7 @@ def build(case: Case, device: torch.device | str) -> Inputs:
         pool.advance(some, counts)
     values, _ = pool.values(names, [1] * case.batch)
     pagedmla.store(*_rows(layout, case.batch, generator, device), values, 0, layout=layout)
-    q = torch.randn(case.batch, case.heads, layout.width, generator=generator).to(device, torch.bfloat16)
+    q = torch.randn(case.batch, case.heads, layout.width, generator=generator, device=device).to(torch.bfloat16)
     return Inputs(case, layout, values, q)
 
 
@@ -86,6 +86,6 @@ def _rows(
     layout: CacheLayout, tokens: int, generator: torch.Generator, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
     """Latent and rope of a step's tokens, bf16."""
-    latent = torch.randn(tokens, layout.latent, generator=generator)
-    rope = torch.randn(tokens, layout.rope, generator=generator)
-    return latent.to(device, torch.bfloat16), rope.to(device, torch.bfloat16)
+    latent = torch.randn(tokens, layout.latent, generator=generator, device=device)
+    rope = torch.randn(tokens, layout.rope, generator=generator, device=device)
+    return latent.to(torch.bfloat16), rope.to(torch.bfloat16)

@@ -1,8 +1,8 @@
 """Decode, timed on the GPU at hand: every contender on the same cache and queries, its error in the same row.
 
-contenders  pagedmla by the executor that `auto` takes, with a plan; vLLM's Triton kernel where vllm is installed and
-            the layout is one that it reads; dense: torch's scaled_dot_product_attention over the same rows, bf16, in
-            one contiguous tensor
+contenders  pagedmla by each executor that can run the case, with a plan; vLLM's Triton kernel where vllm is installed
+            and the layout is one that it reads; dense: torch's scaled_dot_product_attention over the same rows, bf16,
+            in one contiguous tensor
 time        median of CUDA events around the replay of a captured graph, so from the first kernel's start to the last
             kernel's end; memory twice the size of L2 is written before each, so that the cache's rows come from HBM
 error       against float64 over the dequantised rows, first and last request: the largest relative L2 of a row
@@ -30,6 +30,7 @@ Call = Callable[[], Tensor]
 Clock = Callable[[Call], float]  # microseconds of a call
 
 REPEATS = 30
+EXECUTORS = ("cutlass", "triton")
 _WARM_UPS = 3
 _VLLM_SPLITS = 4
 
@@ -94,17 +95,16 @@ def _contenders(inputs: Inputs) -> Iterator[Contender]:
     cost = attention_cost(
         inputs.layout, num_heads=case.heads, query_tokens=case.batch, key_tokens=pairs, scored_pairs=pairs
     )
-    made = pagedmla.plan(
-        layout=inputs.layout, num_heads=case.heads, page_size=PAGE_SIZE, max_batch=case.batch, max_tokens=case.batch,
-        max_cache_length=case.kv_len, dtype=inputs.q.dtype, device=inputs.q.device, sm_scale=SM_SCALE,
-    )  # fmt: skip
-    out = inputs.q.new_empty(case.batch, case.heads, inputs.layout.latent)
-
-    def ours() -> Tensor:
-        pagedmla.attend(inputs.q, inputs.values, 0, sm_scale=SM_SCALE, layout=inputs.layout, plan=made, out=out)
-        return out
-
-    yield Contender(f"pagedmla {made.attend_choice.executor.name}", ours, cost)
+    for executor in EXECUTORS if inputs.q.is_cuda else ("auto",):
+        try:
+            made = pagedmla.plan(
+                layout=inputs.layout, num_heads=case.heads, page_size=PAGE_SIZE, max_batch=case.batch,
+                max_tokens=case.batch, max_cache_length=case.kv_len, dtype=inputs.q.dtype, device=inputs.q.device,
+                sm_scale=SM_SCALE, executor=executor,
+            )  # fmt: skip
+        except ValueError:  # it can't run this
+            continue
+        yield Contender(f"pagedmla {made.attend_choice.executor.name}", _ours(inputs, made), cost)
     if find_spec("vllm") is not None and inputs.q.is_cuda and case.layout in ("bf16", "fp8_flat"):
         yield Contender("vllm triton_mla", _vllm(inputs), cost)
     dense_cost = attention_cost(
@@ -112,6 +112,16 @@ def _contenders(inputs: Inputs) -> Iterator[Contender]:
         scored_pairs=pairs,
     )  # fmt: skip
     yield Contender("dense bf16 (torch sdpa)", _dense(inputs), dense_cost)
+
+
+def _ours(inputs: Inputs, made: pagedmla.Plan) -> Call:
+    out = inputs.q.new_empty(inputs.case.batch, inputs.case.heads, inputs.layout.latent)
+
+    def call() -> Tensor:
+        pagedmla.attend(inputs.q, inputs.values, 0, sm_scale=SM_SCALE, layout=inputs.layout, plan=made, out=out)
+        return out
+
+    return call
 
 
 def _dense(inputs: Inputs) -> Call:

@@ -50,7 +50,9 @@ def sigma_of(x: Tensor, *, scale_dtype: torch.dtype = torch.float32, power_of_tw
     limits = sigma_limits(scale_dtype, power_of_two=power_of_two)
     magnitude = x.to(torch.float32).abs()
     finite = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
-    sigma = (finite.amax(-1) / E4M3_MAX).clamp(*limits)
+    # By a tensor: on CUDA, torch divides by a Python number as a product with its rounded inverse.
+    largest = torch.full((), E4M3_MAX, dtype=finite.dtype, device=finite.device)
+    sigma = (finite.amax(-1) / largest).clamp(*limits)
     if power_of_two:
         sigma = round_up_to_power_of_two(sigma)
     return sigma.to(scale_dtype)

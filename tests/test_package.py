@@ -115,6 +115,7 @@ def test_wheel_holds_the_package_and_nothing_else(contents: dict[str, bytes]) ->
         for path in (ROOT / folder).glob("*.py")
     }
     expected.add("pagedmla/py.typed")
+    expected |= {f"pagedmla/bench/results/{path.name}" for path in (ROOT / "bench" / "results").glob("*.json")}
     record = f"pagedmla-{VERSION}.dist-info"
     expected |= {f"{record}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")}
     expected.add(f"{record}/licenses/LICENSE")
