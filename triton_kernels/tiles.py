@@ -69,7 +69,7 @@ def choose_tile(
     prefetch = known["FP8_LATENT"]
     if prefetch and tile_rows == 64:
         chunk = min(chunk, 128)
-    # WGMMA has 64 keys as its M. Narrow chunks leave it to the warps' own MMA: see "ptxas 12.8" in the docs.
+    # WGMMA's M is 64 keys of the scores. Narrow chunks leave those to the warps' own MMA ("ptxas 12.8" in the docs).
     warpgroups = _has_warpgroup_mma(target) and chunk >= _SMALLEST_WGMMA_CHUNK
     return Tile(
         ROWS=tile_rows,
