@@ -53,15 +53,15 @@ def expect_tensor(
     value: object, name: str, shape: Sequence[int | None], dtypes: Sequence[torch.dtype], hint: str = ""
 ) -> Tensor:
     """`value` if it is a tensor of that shape (None: any size) and one of those dtypes; else a refusal."""
+    if isinstance(value, Tensor):
+        fits = value.dim() == len(shape) and all(size in (None, actual) for size, actual in zip(shape, value.shape))
+        if fits and (not dtypes or value.dtype in dtypes):
+            return value
     wanted = f"[{', '.join('*' if size is None else str(size) for size in shape)}]"
     wanted += f" {' or '.join(dtype_name(dtype) for dtype in dtypes)}" if dtypes else ""
-    if not isinstance(value, Tensor):
-        refuse(name, f"a tensor {wanted}", describe(value), hint, TypeError)
-    if value.dim() != len(shape) or any(size not in (None, actual) for size, actual in zip(shape, value.shape)):
+    if isinstance(value, Tensor):
         refuse(name, wanted, value, hint)
-    if dtypes and value.dtype not in dtypes:
-        refuse(name, wanted, value, hint)
-    return value
+    refuse(name, f"a tensor {wanted}", describe(value), hint, TypeError)
 
 
 def expect_same_device(anchor: Tensor, anchor_name: str, **others: Tensor | None) -> None:

@@ -33,7 +33,7 @@ from pagedmla.cutlass_kernels.tiles import LATENT
 from pagedmla.cutlass_kernels.variants import COMBINES, CombineVariant, Variant
 from pagedmla.kv_cache.checks import quoted, refuse
 from pagedmla.plugin import executor_cutlass_variants as variants
-from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor, attend_requests, multiprocessors, planes_of
+from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor, attend_requests, multiprocessors
 from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Executor
 from pagedmla.plugin.proven import Record, record_of, records
 from pagedmla.plugin.step import Step
@@ -136,7 +136,7 @@ class CutlassExecutor(TritonExecutor):
             return
         if not whole:
             longest_query = step.max_query_length()
-            attend_requests(step, planes_of(step), q, out, lse, options, requests, step.batch, longest_query)
+            attend_requests(step, step.planes, q, out, lse, options, requests, step.batch, longest_query)
 
 
 def launch_decode(
@@ -155,7 +155,7 @@ def launch_decode(
     workspace = room.of(partitions, rows)
     kernel(
         q,
-        planes_of(step),
+        step.planes,
         tables[0],
         lengths,
         starts,

@@ -101,7 +101,7 @@ class TritonExecutor(Executor):
         )
 
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
-        planes = planes_of(step)
+        planes = step.planes
         decode_requests, decode_tokens = step.decode_rows()
         if options.num_partitions == 1 or decode_tokens == 0:
             attend_requests(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
@@ -120,7 +120,7 @@ class TritonExecutor(Executor):
         store(
             latent,
             rope,
-            planes_of(step),
+            step.planes,
             step.cache.lookup_table,
             step.cache.cache_lengths,
             step.query_start_loc,
@@ -134,7 +134,7 @@ class TritonExecutor(Executor):
     ) -> Tensor | None:
         from pagedmla.triton_kernels.store import store_slots
 
-        store_slots(latent, rope, planes_of(step), slots, scale_slots, power_of_two=power_of_two)
+        store_slots(latent, rope, step.planes, slots, scale_slots, power_of_two=power_of_two)
         return vectorised.dropped_tokens(step.cache, step.layout, slots, scale_slots) if step.on_host else None
 
     def prefill(
@@ -158,16 +158,12 @@ class TritonExecutor(Executor):
         from pagedmla.triton_kernels.decompress import decompress
 
         tables = step.cache.lookup_table, step.cache.scales_lookup_table
-        decompress(planes_of(step), tables[0], starts, key_start_loc, out, tables[1])
+        decompress(step.planes, tables[0], starts, key_start_loc, out, tables[1])
 
     def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
         from pagedmla.triton_kernels.merge import merge
 
         merge(outs, lses, out, lse)
-
-
-def planes_of(step: Step) -> RowPlanes:
-    return step.layout.planes(step.cache.value_pool, step.cache.scale_pool, step.layer)
 
 
 def _fits(options: AttendOptions, tokens: int, heads: int) -> bool:

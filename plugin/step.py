@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Real
 
 import torch
@@ -22,7 +23,7 @@ from pagedmla.kv_cache.checks import (
     refuse,
 )
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
-from pagedmla.kv_cache.layouts import CacheLayout
+from pagedmla.kv_cache.layouts import CacheLayout, RowPlanes
 from pagedmla.kv_cache.tables import int32_view, int64_lengths
 from pagedmla.kv_cache.validation import (
     LivePages,
@@ -50,6 +51,19 @@ class Step:
     query_start_loc: Tensor  # [B + 1] int32
     num_tokens: int
     one_token_each: bool  # the call gave no query_start_loc
+
+    @cached_property
+    def planes(self) -> RowPlanes:
+        """The layer as kernels see it."""
+        return self.layout.planes(self.cache.value_pool, self.cache.scale_pool, self.layer)
+
+    def over(self, other: Step) -> Step:
+        """These requests over another step's layer: pools of the same shape and layout, bound before."""
+        cache = replace(self.cache, value_pool=other.cache.value_pool, scale_pool=other.cache.scale_pool)
+        values = replace(self.values, kv_blocks=other.values.kv_blocks, kv_scales=other.values.kv_scales)
+        moved = replace(self, cache=cache, values=values, layer=other.layer)
+        moved.__dict__["planes"] = other.planes  # made once a layer, not once a layer and step
+        return moved
 
     @property
     def batch(self) -> int:

@@ -7,7 +7,7 @@ The figures that decided stand in docs/kernels/decode_triton.md.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Tile:
     num_stages: int
 
     def keywords(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 def choose_tile(

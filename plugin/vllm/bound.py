@@ -91,7 +91,7 @@ class BoundRows:
     def _bind(self, q: Tensor, layer: BoundLayer) -> tuple[Step, AttendOptions]:
         first, options, pools = self._first, self._options, layer.pools
         if first is not None and options is not None and first.cache.blocks.shape == pools.blocks.shape:
-            return with_pools(first, layer), options
+            return first.over(layer.empty_step), options
         first = bind_step(self.rows.values(pools), 0, pools.layout, self.rows.query_start_loc, q, "q", check=False)
         first = replace(first, one_token_each=self.rows.one_token_each)
         first.check_reads(check=False)
@@ -99,11 +99,3 @@ class BoundRows:
         options = self.plan.options(first)
         self._first, self._options = first, options
         return first, options
-
-
-def with_pools(step: Step, layer: BoundLayer) -> Step:
-    """A step that was bound to another layer's pools, of the same shape, with this layer's in their place."""
-    pools, bound = layer.pools, layer.empty_step.cache
-    cache = replace(step.cache, value_pool=bound.value_pool, scale_pool=bound.scale_pool)
-    values = replace(step.values, kv_blocks=pools.blocks, kv_scales=pools.scales)
-    return replace(step, cache=cache, values=values)

@@ -36,7 +36,7 @@ from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 from pagedmla.plugin.executors import Choice, Configuration, choose
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.step import Step, bind_step
-from pagedmla.plugin.vllm.bound import BoundLayer, with_pools
+from pagedmla.plugin.vllm.bound import BoundLayer
 
 SWITCH = "PAGEDMLA_DENSE_PREFILL"
 
@@ -185,7 +185,7 @@ class DensePrompts:
         """As `BoundRows` does; to decompress, all of a request's keys are in the cache by now."""
         first, pools = self._first, layer.pools
         if first is not None and first.cache.blocks.shape == pools.blocks.shape and not checks_enabled():
-            return with_pools(first, layer)
+            return first.over(layer.empty_step)
         values = KVCacheInputsPerDevice(
             kv_blocks=pools.blocks,
             cache_lengths=self._seq_lens,
