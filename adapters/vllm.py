@@ -106,6 +106,8 @@ def layer_pools(cache: Tensor, layout: CacheLayout, k_scale: Tensor | None = Non
     else:
         rows, scales = cache, None
     if layout.quantised:
+        if cache.dtype not in (torch.uint8, torch.float8_e4m3fn):  # e5m2 and fnuz bytes mean other numbers
+            refuse("kv_cache", "float8_e4m3fn or its bytes", cache)
         rows = rows.view(layout.value_dtypes[0])
     blocks = rows[:, None, None, :, None, :]
     if isinstance(layout, Fp8Flat):

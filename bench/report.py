@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from pagedmla.kv_cache.layouts import get_layout
+
 TABLE = Path(__file__).parent / "results" / "compile-triton.json"
 
 
@@ -21,10 +23,13 @@ def bench_and_print(
     """Measure and print as it goes, or model and print; returns the rows. The model knows rows of a tile, not heads,
     batches and lengths.
 
-    FileNotFoundError where there is neither a GPU nor a compile table to model from.
+    ValueError for a layout that isn't one, FileNotFoundError where there is neither a GPU nor a compile table to model
+    from.
     """
     from rich.console import Console
 
+    for layout in layouts or ():
+        get_layout(layout)  # refuses unknown names
     console = Console()
     if torch.cuda.is_available():
         from pagedmla.bench.cases import grid

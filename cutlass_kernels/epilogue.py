@@ -77,7 +77,7 @@ def _settle(consumer: cutlass.Constexpr, outputs: Outputs, piece: Int32, pieces:
         weight = ptx.exp2(own - anchor)
         for part in consumer.warp_statistics("warp_sum", row, which):
             total += part * weight
-    empty = peak == none
+    empty = total == Float32(0.0)  # not by the peak: a maximum passes over NaN
     inverse = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(total))
     ptx.store_shared(consumer.at("gain", consumer.place.which) + 4 * row, inverse)
     lse = cutlass.select_(empty, none, (anchor + ptx.log2(total)) * math.log(2))

@@ -302,7 +302,7 @@ def _piece(
         for tile in range(begin, min(end, -(-request.kv_len // KEYS))):
             owner = (tile - begin) % WARPGROUPS
             stage, sigma = keys.load(request, tile)
-            sigma = np.fmax(sigma, np.float32(LEAST_SIGMA))
+            sigma = np.where(sigma < LEAST_SIGMA, np.float32(LEAST_SIGMA), sigma)  # a maximum would lose NaN
             u = _logits(stage, sigma, queries, shape, bits)
             seen = tile * KEYS + np.arange(KEYS)[:, None] < limits
             u = np.where(seen, u, np.float32(-np.inf))
@@ -318,7 +318,7 @@ def _piece(
             peak = own_peak[owner] = new_peak
         anchor = _finite(peak)
         total = sums[0] * np.exp2(own_peak[0] - anchor) + sums[1] * np.exp2(own_peak[1] - anchor)
-        empty = peak == -np.inf
+        empty = total == 0  # not by the peak: a maximum passes over NaN
         out = np.where(empty, np.float32(0), acc / total).astype(np.float32)
         lse = np.where(empty, np.float32(-np.inf), np.float32(LN2) * (anchor + np.log2(total)))
     columns = np.empty_like(out)

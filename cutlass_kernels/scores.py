@@ -68,7 +68,8 @@ class Scores(Traced):
         key = first_key + fragments.accumulator_row(place.lane, place.warp, 0)  # the thread's keys: key and key + 8
         sigma_at = consumer.smem_address + shape.place("sigma") + stage * (4 * KEYS) + (key - first_key) * 4
         sigmas = [ptx.load_shared(Float32, sigma_at, 1, 32 * half)[0] for half in range(2)]
-        sigmas = [cute.arch.fmax(sigma, Float32(LEAST_SIGMA)) for sigma in sigmas]
+        least = Float32(LEAST_SIGMA)
+        sigmas = [cutlass.select_(sigma < least, least, sigma) for sigma in sigmas]  # a maximum would lose NaN
         u = self._products(fill, stage, sigmas)
         self._to_logits(u, sigmas)
         if first_key + KEYS > kept:

@@ -251,8 +251,12 @@ def compile_kernels(
     layout: Annotated[
         list[str] | None, typer.Option(metavar="LAYOUT", help="Of the cache; again for more. Default: all.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep binaries here, and Triton's listings.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep binaries here, and Triton's listings.", file_okay=False)
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.", dir_okay=False)
+    ] = None,
 ) -> None:
     """Build kernels ahead of time, without a GPU, and print what each costs: compiled, not run.
 
@@ -281,10 +285,12 @@ def compile_kernels(
 )
 def bench(
     layout: Annotated[list[str] | None, typer.Option(help="Of the cache; again for more. Default: all.")] = None,
-    heads: Annotated[list[int] | None, typer.Option(help="Query heads. Default: 16 and 128.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Requests a step. Default: 1, 8, 32 and 128.")] = None,
-    kv_len: Annotated[int, typer.Option(help="Keys a request.")] = 4096,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")] = None,
+    heads: Annotated[list[int] | None, typer.Option(min=1, help="Query heads. Default: 16 and 128.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests a step. Default: 1, 8, 32 and 128.")] = None,
+    kv_len: Annotated[int, typer.Option(min=1, help="Keys a request.")] = 4096,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.", dir_okay=False)
+    ] = None,
 ) -> None:
     """Decode's speed beside its error, on the GPU there is; without a GPU a model of the compiled kernels."""
     from pagedmla.bench.report import bench_and_print

@@ -170,7 +170,18 @@ def launch_decode(
 
 
 def proof(kernel: Variant | CombineVariant) -> Record | None:
-    """The record of a kernel's cubin; of the one that would be built, where there is none yet."""
+    """The record of a kernel's cubin; of the one that would be built, where there is none yet.
+
+    A damaged file of records proves nothing, and a warning names it: "auto" goes on to Triton.
+    """
+    try:
+        return _proof(kernel)
+    except ValueError as damage:
+        warnings.warn(str(damage), RuntimeWarning, stacklevel=2)
+        return None
+
+
+def _proof(kernel: Variant | CombineVariant) -> Record | None:
     try:
         return record_of(_cubin(kernel.name, tuple(folders())))
     except CubinError:

@@ -80,7 +80,7 @@ class TritonExecutor(Executor):
 
         Requests of up to 32 rows take blocks of 16, of which an FP8 cache lets a multiprocessor hold two.
         """
-        if requests == 0:
+        if requests == 0 or tokens == 0:
             return 1
         rows = ceildiv(tokens, requests) * (configuration.num_heads or 1)
         small = rows <= 32
@@ -91,6 +91,8 @@ class TritonExecutor(Executor):
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
         """Rows for every split that `partitions` makes (its blocks, all full), or for the number given."""
+        if num_partitions > 1:  # a step of another shape may take more parts than one of a single token
+            num_partitions = max(num_partitions, capacity.max_cache_length // KEYS_A_PART)
         heads, latent = configuration.num_heads or 0, 0 if configuration.layout is None else configuration.layout.latent
         most = num_partitions * capacity.max_tokens * heads
         rows = min(most, multiprocessors(configuration.device) * ROWS_A_BLOCK) if num_partitions > 1 else 0

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from pagedmla.adapters.vllm import layer_pools
-from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.checks import dtype_name, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, per_tensor_scale
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
 from pagedmla.plugin import api
@@ -59,6 +59,7 @@ def attend(
     executor: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """As `pagedmla.attend`, one op in a graph. Shapes, dtypes and errors are those of that call."""
+    expect_tensor(q, "q", [None, None, None], (), "It is [T, H, latent + rope].")
     kv_blocks, kv_scales, fields = _flattened(values)
     out, lse = torch.ops.pagedmla.attend(
         q, kv_blocks, kv_scales, *fields, query_start_loc, sm_scale, causal, *_described(layout, layer), executor
@@ -111,8 +112,8 @@ def _flattened(values: KVCacheInputsPerDevice) -> tuple[Tensor, Tensor | None, t
         sigma = scales[0, 0, : 1 if scales.stride(2) == 0 else None, 0, 0, 0]
         scales = scales_stride = None
     return (
-        _bytes(given.kv_blocks),
-        None if scales is None else _bytes(scales),
+        _bytes(given.kv_blocks, "kv_blocks", torch.float8_e4m3fn),
+        None if scales is None else _bytes(scales, "kv_scales", torch.float8_e8m0fnu),
         (
             sigma,
             given.cache_lengths,
@@ -133,8 +134,12 @@ def _on_host(number: Tensor | int | None) -> Tensor | None:
     return torch.tensor([number], dtype=torch.int64) if isinstance(number, int) else number
 
 
-def _bytes(pool: Tensor) -> Tensor:
-    return pool.view(torch.uint8) if pool.element_size() == 1 else pool
+def _bytes(pool: Tensor, name: str, eight_bits: torch.dtype) -> Tensor:
+    if pool.element_size() > 1:
+        return pool
+    if pool.dtype not in (eight_bits, torch.uint8):  # bytes don't tell any more what they were
+        refuse(name, f"{dtype_name(eight_bits)}, its bytes, or a wider dtype", pool)
+    return pool.view(torch.uint8)
 
 
 def _described(layout: CacheLayout | str, layer: int) -> tuple[int, str, int, int, int | None]:
@@ -257,9 +262,10 @@ def _(*arguments):  # type: ignore[no-untyped-def]
     "pagedmla::merge", mutates_args=(), schema="(Tensor outs, Tensor lses, str executor) -> (Tensor, Tensor)"
 )
 def _merge(outs, lses, executor):  # type: ignore[no-untyped-def]
-    return api.merge_states(outs, lses, executor=executor)
+    out, lse = api.merge_states(outs, lses, executor=executor)
+    return out.contiguous(), lse.contiguous()
 
 
 @_merge.register_fake
 def _(outs, lses, executor):  # type: ignore[no-untyped-def]
-    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)
+    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)  # contiguous

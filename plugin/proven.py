@@ -66,8 +66,8 @@ def _read(path: Path, changed: int) -> Mapping[str, Record]:
         listed = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(listed, list):
             raise TypeError(f"a {type(listed).__name__}")
-        made = [Record(**{name: row[name] for name in names}) for row in listed]
-    except (ValueError, TypeError, KeyError) as damage:
+        by_address = {row["address"]: Record(**{name: row[name] for name in names}) for row in listed}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as damage:
         wanted = f"a list of records, each with {', '.join(names)}"
         refuse(str(path), wanted, f"another file ({type(damage).__name__}: {damage})")
-    return MappingProxyType({record.address: record for record in made})
+    return MappingProxyType(by_address)

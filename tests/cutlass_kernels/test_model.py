@@ -187,6 +187,31 @@ def test_nan_stays_with_its_token() -> None:
     assert bool(out[1].isfinite().all())
 
 
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}x{form[1]}")
+@pytest.mark.parametrize("where", ["query", "only key", "sigma"])
+def test_nan_is_not_an_empty_row(where: str, form: tuple[str, int]) -> None:
+    """A row all of whose scores are NaN came out as out 0, lse -inf: maxima pass over NaN. A NaN sigma became tiny."""
+    kv_len = 1 if where == "only key" else 70
+    step = build_step(
+        StepCase((1, 1), (kv_len, 70), page_size=16, heads=2), LAYOUTS["fp8_rope_bf16"], dtype=torch.bfloat16
+    )
+    page, slot = divmod(0 if where == "only key" else 20, 16)
+    assert step.values.kv_scales is not None
+    assert step.values.scales_lookup_table is not None
+    if where == "query":
+        step.q[0] = torch.nan
+    elif where == "sigma":
+        step.values.kv_scales[int(step.values.scales_lookup_table[0, page]), 0, step.layer, slot] = torch.nan
+    else:
+        row = step.values.kv_blocks.view(torch.uint8)[int(step.values.lookup_table[0, page]), 0, step.layer, slot, 0]
+        row[:512] = 0x7F
+    out, lse = run(step, variant_for("fp8_rope_bf16", 16, 16, form))
+    assert bool(out[0].isnan().all())
+    assert bool(lse[0].isnan().all())
+    assert bool(out[1].isfinite().all())
+    assert bool(lse[1].isfinite().all())
+
+
 def test_one_scale_for_the_tensor() -> None:
     """fp8_flat with a stride-0 scale plane, and a table entry that must not matter."""
     step = build_step(StepCase((1,), (200,), page_size=64, heads=4), LAYOUTS["fp8_flat"], dtype=torch.bfloat16)

@@ -23,7 +23,7 @@ import pagedmla
 from pagedmla.cutlass_kernels import launch
 from pagedmla.cutlass_kernels.cubin_cache import Cubin, address_of, source_digest
 from pagedmla.cutlass_kernels.launch import DecodeLauncher
-from pagedmla.cutlass_kernels.variants import Variant
+from pagedmla.cutlass_kernels.variants import VARIANTS, Variant
 from pagedmla.plugin import executor_cutlass, executor_triton, proven
 from pagedmla.plugin.executor_cutlass import CutlassExecutor, Pieces
 from pagedmla.plugin.executor_triton import TritonExecutor
@@ -348,6 +348,18 @@ def test_explain_tells_what_is_proven(nothing_built: Path, monkeypatch: pytest.M
         "1 query token a request: mla_decode_fp8_rope_bf16_fp16_r16_b64_bf16 (proven on NVIDIA H200, 2026-01-02)"
     )
     assert told[1].endswith("_r32_b64_bf16 (unproven on a GPU)")
+
+
+def test_a_damaged_file_of_records_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stopped "auto" on Hopper, where Triton could go on."""
+    monkeypatch.setattr(proven, "RECORDS", tmp_path / "proven.json")
+    proven.RECORDS.write_text("{}")
+    with pytest.warns(RuntimeWarning, match=r"proven\.json: expected a list of records"):
+        assert executor_cutlass.proof(VARIANTS[0]) is None
+    proven.RECORDS.unlink()
+    proven.RECORDS.mkdir()
+    with pytest.warns(RuntimeWarning, match="IsADirectoryError"):
+        assert executor_cutlass.proof(VARIANTS[0]) is None
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '["mla"]', '[{"variant": "mla"}]'])

@@ -176,6 +176,7 @@ def test_how_many_parts_a_plan_takes_by_itself() -> None:
         (1024, 1024): (1, 1, 1),
     }  # fmt: skip
     assert [parts(32, 32, 4096, num_heads=heads) for heads in (16, 32, 64, 128)] == [8, 4, 4, 2]
+    assert parts(3, 0, 4096) == 1  # requests without tokens: was a division by zero
     assert parts(128, 128, 4096, layout=get_layout("bf16")) == 1  # its blocks have a multiprocessor each
 
 
@@ -191,6 +192,15 @@ def test_a_plan_has_room_for_every_split_it_makes() -> None:
             tokens = requests * query_len
             parts = executor.partitions(usual, capacity, requests, tokens)
             assert parts == 1 or parts * tokens * 128 <= space.partial_lse.shape[0], (requests, query_len)
+
+
+def test_a_small_plan_has_room_for_its_drafts() -> None:
+    """One request of 32 heads takes 66 parts with one token, 132 with two: they found no room and ran unsplit."""
+    usual = Configuration("attend", torch.device("cpu"), get_layout("bf16"), 32, 64, torch.bfloat16)
+    capacity = Capacity(1, 2, 131072)
+    executor = TritonExecutor()
+    space = executor.workspace(usual, capacity, executor.partitions(usual, capacity, 1, 1))
+    assert executor.partitions(usual, capacity, 1, 2) * 2 * 32 <= space.partial_lse.shape[0]
 
 
 def test_a_store_reports_what_it_drops(step: Step) -> None:

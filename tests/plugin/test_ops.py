@@ -6,6 +6,7 @@ don't divide the row), e8m0 scales, one scale for the tensor, scales inside the 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -191,3 +192,14 @@ def test_errors_are_those_of_the_calls() -> None:
         ops.store(latent, rope, values, LAYER, query_start_loc=STARTS, slot_mapping=SLOTS, layout=layout)
     with pytest.raises(ValueError, match=r"slot_mapping: expected \[T\] int64 beside scales_slot_mapping; got None"):
         ops.store(latent, rope, values, LAYER, scales_slot_mapping=SLOTS, layout=layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.int8], ids=str)
+def test_bytes_of_another_meaning_are_refused(dtype: torch.dtype) -> None:
+    """Seen as bytes, any 8-bit pool was taken for e4m3, and written."""
+    pool = pagedmla.PagePool("fp8_rope_bf16", num_layers=1, page_size=16, num_pages=2)
+    pool.allocate("a")
+    values = pool.values(["a"], [1]).values
+    other = dataclasses.replace(values, kv_blocks=values.kv_blocks.view(dtype))
+    with pytest.raises(ValueError, match="kv_blocks: expected float8_e4m3fn, its bytes, or a wider dtype"):
+        ops.store(torch.zeros(1, 512), torch.zeros(1, 64), other, 0, layout=pool.layout)
