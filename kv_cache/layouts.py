@@ -14,6 +14,7 @@ pool to a kernel as strided views. Widths below are for a latent of 512 and a ro
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, NamedTuple
 
@@ -54,7 +55,7 @@ class RowPlanes:
 
 
 @dataclass(frozen=True)
-class CacheLayout:
+class CacheLayout(ABC):
     """Common ground of all layouts. `latent` and `rope` are columns of the decompressed row."""
 
     latent: int = 512
@@ -83,9 +84,9 @@ class CacheLayout:
     # What each layout says for itself.
 
     @property
+    @abstractmethod
     def row_elements(self) -> int:
         """Elements of the pool's innermost dimension."""
-        raise NotImplementedError
 
     @property
     def scales_per_token(self) -> int:
@@ -102,6 +103,7 @@ class CacheLayout:
         """Elements of a pool row for each scale of the scale pool; None where there is no scale pool."""
         return None
 
+    @abstractmethod
     def quantize(
         self,
         latent: Tensor,
@@ -116,14 +118,14 @@ class CacheLayout:
         `sigma [..., scales_per_token]` uses given scales instead of measuring them; `power_of_two` rounds measured ones
         up to a power of two; `scale_dtype` is that of the scale pool.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """`[..., latent + rope]` in `dtype`, which also carries the product with the scale."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """Both planes as views of pool rows `[..., row_elements]`."""
 
     def _check_tokens(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, scales: int) -> None:
         """Refuse arguments of `quantize` that don't fit each other; sigma has `scales` numbers a token."""

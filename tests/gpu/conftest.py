@@ -1,4 +1,4 @@
-"""Tests that need an NVIDIA GPU. A kernel that hangs or faults takes its process with it, so `make gpu` runs them under
+"""Tests that need a Hopper GPU. A kernel that hangs or faults takes its process with it, so `make gpu` runs them under
 xdist, where a worker that dies is replaced and its test counted as failed.
 """
 
@@ -13,8 +13,8 @@ import torch
 
 @pytest.fixture(scope="session")
 def gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU (compute capability 9.0)")
     return torch.device("cuda", torch.cuda.current_device())
 
 

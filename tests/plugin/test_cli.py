@@ -99,7 +99,7 @@ def test_inspect_against_before(form: str, tmp_path: Path) -> None:
 
 
 def test_inspect_draws(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
     cache = save(tmp_path / "cache.pt", break_scales=True)
     result = run("inspect", cache, "--picture", tmp_path / "pages.png")
     assert result.exit_code == 1

@@ -205,14 +205,14 @@ def test_markup_in_a_name_is_text() -> None:
 def test_picture(
     requests: dict[str, list[tuple[int, int | None]]], pages: int, scale_pages: int | None, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
     report = make_report(requests, pages=pages, scale_pages=scale_pages, findings=(LOST,))
     views.to_picture(report, tmp_path / "pages.png")
     assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_ending_sets_the_format(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
     views.to_picture(make_report(TWO), tmp_path / "pages.svg")
     assert "<svg" in (tmp_path / "pages.svg").read_text()
 
