@@ -353,6 +353,7 @@ def test_explain_tells_what_is_proven(nothing_built: Path, monkeypatch: pytest.M
 def test_a_damaged_file_of_records_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stopped "auto" on Hopper, where Triton could go on."""
     monkeypatch.setattr(proven, "RECORDS", tmp_path / "proven.json")
+    monkeypatch.setattr(executor_cutlass, "dsl_version", lambda: "4.8.1")  # without one, nothing is looked up
     proven.RECORDS.write_text("{}")
     with pytest.warns(RuntimeWarning, match=r"proven\.json: expected a list of records"):
         assert executor_cutlass.proof(VARIANTS[0]) is None
