@@ -69,6 +69,7 @@ class Pieces(PartialStates):
 class CutlassExecutor(TritonExecutor):
     name = "cutlass"
     summary = "CUTLASS kernels for Hopper's FP8 tensor cores"
+    only_launches = False  # its launcher has a path of its own
 
     def serving(self, operation: str) -> Executor:
         return self if operation == "attend" else TritonExecutor()

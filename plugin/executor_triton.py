@@ -43,6 +43,7 @@ class PartialStates(Workspace):
 class TritonExecutor(Executor):
     name = "triton"
     summary = "Triton kernels on the GPU"
+    only_launches = True
 
     def refusal(self, configuration: Configuration) -> str | None:
         if find_spec("triton") is None:

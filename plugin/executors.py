@@ -80,6 +80,8 @@ class Executor(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    only_launches: ClassVar[bool] = False
+    """Whether `attend` and `store_slots` do nothing on a device but launch Triton kernels: see repeat.py."""
 
     def serving(self, operation: str) -> Executor:
         """What runs an operation where this executor was named: itself, or another for what it has no kernel for."""

@@ -3,13 +3,15 @@
     BoundLayer   a layer's cache, as long as the engine keeps the tensor
     BoundRows    rows of a step, bound by the first layer that attends them
 
-With PAGEDMLA_CHECK=1 every layer goes through the public calls, which read the cache's values too.
+Where the executor only launches kernels, the first layer's launches are recorded and the others repeat them. With
+PAGEDMLA_CHECK=1 every layer goes through the public calls, which read the cache's values too.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,19 +21,48 @@ from pagedmla.adapters.vllm import LayerPools, Rows, store_values
 from pagedmla.kv_cache.checks import DroppedStoreWarning, checks_enabled
 from pagedmla.plugin.executors import AttendOptions
 from pagedmla.plugin.plan import Plan
+from pagedmla.plugin.repeat import Repeat, geometry, pool_tensors
 from pagedmla.plugin.step import Step, bind_step
+from pagedmla.reference.vectorised import dropped_tokens
+
+
+class Stores:
+    """The last store's launches, for all layers of a kind: those of a step bring the same number of tokens."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._repeat: Repeat | None = None
+
+    def __call__(self, layer: BoundLayer, latent: Tensor, rope: Tensor, slots: Tensor) -> None:
+        tokens = {"latent": latent, "rope": rope, "slots": slots}
+        tensors, key = {**tokens, **layer.tensors}, (geometry(tokens), layer.geometry)
+        if self._repeat is None or self._key != key:
+            store, step = layer.plan.store_choice.executor.store_slots, layer.empty_step
+            self._repeat = Repeat(lambda: store(step, latent, rope, slots, slots, power_of_two=False), tensors)
+            self._key = key
+        self._repeat(tensors)
 
 
 class BoundLayer:
-    """One layer's pools, and how tokens are stored into them."""
+    """One layer's pools, and how tokens are stored into them. `stores` is shared by layers of a kind."""
 
-    def __init__(self, name: str, pools: LayerPools, plan: Plan) -> None:
+    def __init__(self, name: str, pools: LayerPools, plan: Plan, stores: Stores | None = None) -> None:
         self.name, self.pools, self.plan = name, pools, plan
+        self._stores = Stores() if stores is None else stores
         self._store_values = store_values(pools)
         nothing = torch.empty(0, dtype=torch.int32, device=pools.blocks.device)
         starts = torch.zeros(1, dtype=torch.int32, device=pools.blocks.device)
         # A step without requests: slots say where tokens go, and the pools are all that is looked at.
         self.empty_step = bind_step(self._store_values, 0, pools.layout, starts, nothing, "tokens", check=False)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The pool as kernels are handed it."""
+        return pool_tensors(self.empty_step.planes)
+
+    @cached_property
+    def geometry(self) -> object:
+        return geometry(self.tensors)
 
     def store(self, latent: Tensor, rope: Tensor, slots: Tensor) -> None:
         """`latent [T, L]` and `rope [T, R]` to `slots [T]` int64, -1 pads."""
@@ -47,13 +78,21 @@ class BoundLayer:
                 executor=choice.name,
             )
             return
-        dropped = choice.store_slots(self.empty_step, latent, rope, slots, slots, power_of_two=False)
-        if dropped is not None and dropped.device.type == "cpu" and dropped.numel():
+        if choice.only_launches:
+            self._stores(self, latent, rope, slots)
+        else:
+            choice.store_slots(self.empty_step, latent, rope, slots, slots, power_of_two=False)
+        if slots.device.type == "cpu":
+            self._warn_of_dropped(slots)
+
+    def _warn_of_dropped(self, slots: Tensor) -> None:
+        dropped = dropped_tokens(self.empty_step.cache, self.pools.layout, slots, slots)
+        if dropped.numel():
             warnings.warn(
-                f"{self.name}: {dropped.numel()} of {latent.shape[0]} tokens dropped, first slot "
+                f"{self.name}: {dropped.numel()} of {slots.shape[0]} tokens dropped, first slot "
                 f"{int(slots[dropped[0]])}; the cache has {self.pools.blocks.shape[0]} pages of {self.pools.page_size}",
                 DroppedStoreWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
 
@@ -68,6 +107,8 @@ class BoundRows:
         self.rows, self.plan = rows, plan
         self._first: Step | None = None
         self._options: AttendOptions | None = None
+        self._repeat: Repeat | None = None
+        self._key: object = None
 
     def attend(self, q: Tensor, layer: BoundLayer) -> tuple[Tensor, Tensor]:
         """(out `[T, H, latent]`, lse `[T, H]` float32, natural log) of absorbed `q [T, H, latent + rope]`."""
@@ -82,10 +123,19 @@ class BoundRows:
                 layout=layout,
                 plan=plan,
             )
-        step, options = self._bind(q, layer)
         out = q.new_empty(q.shape[0], q.shape[1], layout.latent)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        plan.attend_choice.executor.attend(step, q, out, lse, options)
+        executor = plan.attend_choice.executor
+        if not executor.only_launches:
+            step, options = self._bind(q, layer)
+            executor.attend(step, q, out, lse, options)
+            return out, lse
+        tensors = {"q": q, "out": out, "lse": lse, **layer.tensors}
+        key = (q.shape, q.stride(), q.dtype, layer.geometry)
+        if self._repeat is None or self._key != key:
+            step, options = self._bind(q, layer)
+            self._repeat, self._key = Repeat(lambda: executor.attend(step, q, out, lse, options), tensors), key
+        self._repeat(tensors)
         return out, lse
 
     def _bind(self, q: Tensor, layer: BoundLayer) -> tuple[Step, AttendOptions]:

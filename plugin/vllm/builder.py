@@ -32,7 +32,7 @@ import pagedmla
 from pagedmla.adapters.vllm import first_rows, layout_of, step_rows, write_cache_lengths
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat
 from pagedmla.plugin.vllm import dense
-from pagedmla.plugin.vllm.bound import BoundRows
+from pagedmla.plugin.vllm.bound import BoundRows, Stores
 from pagedmla.plugin.vllm.cache_dtypes import ROPE_COLUMNS
 from pagedmla.plugin.vllm.choices import choices_line
 from pagedmla.plugin.vllm.dense import DenseCalls, DensePrompts
@@ -81,8 +81,9 @@ class PagedMLABuilder(MLACommonMetadataBuilder[PagedMLAMetadata]):  # type: igno
             device=device,
             sm_scale=layers[0].impl.scale,
         )
+        stores = Stores()
         for name, layer in zip(layer_names, layers):
-            layer.impl.bind(name, layer, self.plan)
+            layer.impl.bind(name, layer, self.plan, stores)
         self._prepare_dense(layers[0].impl, limits.max_num_batched_tokens)
         least = None if self._dense_calls is None else self.reorder_batch_threshold + 1
         logger.info_once(choices_line(self.plan, len(layers), least, self._dense_calls))

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 
 from pagedmla.adapters.vllm import layer_pools
 from pagedmla.plugin.plan import Plan
-from pagedmla.plugin.vllm.bound import BoundLayer
+from pagedmla.plugin.vllm.bound import BoundLayer, Stores
 from pagedmla.plugin.vllm.builder import PagedMLAMetadata
 from pagedmla.plugin.vllm.counters import count, describe_layer
 
@@ -34,8 +34,8 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False  # outputs are written in the model's dtype
 
-    def bind(self, name: str, layer: Any, plan: Plan) -> None:
-        """From the builder, once weights are loaded: the layer, its name, and the plan that it shares with its kind."""
+    def bind(self, name: str, layer: Any, plan: Plan, stores: Stores) -> None:
+        """From the builder, once weights are loaded: the layer, its name, and what it shares with its kind."""
         for projection in ("W_UK_T", "W_UV"):
             if getattr(layer, projection, None) is None:
                 raise ValueError(
@@ -45,7 +45,7 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
         scale = layer._k_scale_float
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"{name}: expected a finite k_scale > 0; got {scale}")
-        self._name, self._layer, self._plan = name, layer, plan
+        self._name, self._layer, self._plan, self._stores = name, layer, plan, stores
 
     def do_kv_cache_update(
         self,
@@ -110,7 +110,8 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
         """The layer's cache, bound anew only where the engine hands over other memory."""
         key = (cache.data_ptr(), cache.shape, cache.stride(), k_scale.data_ptr())
         if self._bound is None or self._cache_key != key:
-            self._bound = BoundLayer(self._name, layer_pools(cache, self._plan.layout, k_scale), self._plan)
+            pools = layer_pools(cache, self._plan.layout, k_scale)
+            self._bound = BoundLayer(self._name, pools, self._plan, self._stores)
             self._cache_key = key
             describe_layer(self._name, str(self._plan), cache)
         return self._bound

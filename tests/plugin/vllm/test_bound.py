@@ -5,6 +5,8 @@ Two layers of one cache group, with other tokens in each: whatever leaks from th
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,27 +17,33 @@ import pagedmla
 from pagedmla.adapters.vllm import layer_pools, step_rows, write_cache_lengths
 from pagedmla.kv_cache.checks import DroppedStoreWarning
 from pagedmla.kv_cache.layouts import get_layout
+from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor
 from pagedmla.plugin.vllm import bound
-from pagedmla.plugin.vllm.bound import BoundLayer, BoundRows
+from pagedmla.plugin.vllm.bound import BoundLayer, BoundRows, Stores
 
 H, P, BLOCKS, TOKENS = 3, 16, 9, 20
 SCALE = 0.1
+CALLS_A_LAYER = 50  # in the second layer: 43 are counted; 396 before launches were repeated
 LAYOUT = get_layout("fp8_rope_bf16")
 
 
-def make_plan() -> Any:
-    return pagedmla.plan(
-        layout=LAYOUT, num_heads=H, page_size=P, max_batch=4, max_tokens=32, max_cache_length=64,
-        dtype=torch.float32, device="cpu", sm_scale=SCALE,
-    )  # fmt: skip
+def make_plan(**more: Any) -> Any:
+    wanted = {
+        "layout": LAYOUT, "num_heads": H, "page_size": P, "max_batch": 4, "max_tokens": 32, "max_cache_length": 64,
+        "dtype": torch.float32, "device": "cpu", "sm_scale": SCALE,
+    }  # fmt: skip
+    return pagedmla.plan(**{**wanted, **more})
 
 
-def make_layer(name: str, plan: Any, blocks: int = BLOCKS) -> BoundLayer:
+def make_layer(name: str, plan: Any, blocks: int = BLOCKS, stores: Stores | None = None) -> BoundLayer:
     cache = torch.full((blocks, P, LAYOUT.bytes_per_token), 0x7F, dtype=torch.uint8)  # NaN
-    return BoundLayer(name, layer_pools(cache, LAYOUT), plan)
+    return BoundLayer(name, layer_pools(cache, LAYOUT), plan, stores)
 
 
-def make_rows(plan: Any, starts: tuple[int, ...], seq_lens: tuple[int, ...], pages: tuple[int, ...]) -> BoundRows:
+def make_rows(
+    plan: Any, starts: tuple[int, ...], seq_lens: tuple[int, ...], pages: tuple[int, ...], decodes: int | None = None
+) -> BoundRows:
+    decodes = len(seq_lens) if decodes is None else decodes
     query_start_loc, lengths = (torch.tensor(each, dtype=torch.int32) for each in (starts, seq_lens))
     longest = int(query_start_loc.diff().max())
     rows = step_rows(
@@ -45,8 +53,8 @@ def make_rows(plan: Any, starts: tuple[int, ...], seq_lens: tuple[int, ...], pag
         num_tokens=starts[-1],
         max_query_length=longest,
         max_seq_len=max(seq_lens),
-        num_decodes=len(seq_lens),
-        num_decode_tokens=starts[-1],
+        num_decodes=decodes,
+        num_decode_tokens=starts[decodes],
     )
     return BoundRows(rows, plan)
 
@@ -54,7 +62,7 @@ def make_rows(plan: Any, starts: tuple[int, ...], seq_lens: tuple[int, ...], pag
 def fill(layer: BoundLayer, seed: int) -> None:
     """20 tokens on pages 1 and 2."""
     generator = torch.Generator().manual_seed(seed)
-    latent, rope = (torch.randn(TOKENS, width, generator=generator) for width in (512, 64))
+    latent, rope = (torch.randn(TOKENS, width, generator=generator).to(layer.plan.dtype) for width in (512, 64))
     layer.store(latent, rope, torch.arange(P, P + TOKENS))
 
 
@@ -79,6 +87,84 @@ def test_each_layer_reads_its_own_pages(starts: tuple[int, ...]) -> None:
         assert torch.equal(out, expected_out)
         assert torch.equal(lse, expected_lse)
     assert not torch.equal(found[0][0], found[1][0])
+
+
+# Steps whose launches differ: one; parts and their merge; parts of the decode rows, and the prompts behind them.
+STEPS = {
+    "decode": ((0, 1, 2), (TOKENS, 17), (1, 2, 1, 2), None, 1),
+    "split": ((0, 1, 2), (TOKENS, 17), (1, 2, 1, 2), None, 2),
+    "split decode rows and a prompt": ((0, 1, 6), (TOKENS, 17), (1, 2, 1, 2), 1, 2),
+    "padding behind the last request": ((0, 1, 3), (TOKENS, 17), (1, 2, 1, 2), None, 1),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_launches_of_the_first_layer_are_repeated(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deciding and checking a layer's launches anew cost more than to make them, outside CUDA graphs."""
+    pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+    *step, parts = STEPS[case]
+    plan = make_plan(executor="triton", dtype=torch.bfloat16, num_partitions=parts)
+    if case == "split decode rows and a prompt":  # and not the whole step: there is no room for its parts
+        plan = replace(plan, workspace=PartialStates(torch.empty(parts * H), torch.empty(parts * H, 512)))
+    stores = Stores()
+    layers = [make_layer(f"layer.{i}", plan, stores=stores) for i in range(3)]
+    decided: list[str] = []
+
+    def counted(name: str) -> Any:
+        stock = getattr(TritonExecutor, name)
+
+        def call(*args: Any, **more: Any) -> Any:
+            decided.append(name)
+            return stock(*args, **more)
+
+        return call
+
+    for name in ("attend", "store_slots"):
+        monkeypatch.setattr(TritonExecutor, name, counted(name))
+    for seed, layer in enumerate(layers):
+        fill(layer, seed)
+    rows = make_rows(plan, *step)
+    tokens = 4 if case.startswith("padding") else step[0][-1]
+    queries = [torch.randn(tokens, H, 576).bfloat16() for _ in layers]
+    found = [rows.attend(q, layer) for q, layer in zip(queries, layers)]
+    assert decided == ["store_slots", "attend"]
+    monkeypatch.undo()
+    for q, layer, (out, lse) in zip(queries, layers, found):
+        expected_out, expected_lse = publicly(q, rows, layer)
+        assert (out - expected_out).abs().max() < 2e-2
+        assert torch.allclose(lse, expected_lse, atol=1e-5)
+
+
+def test_a_repeated_layer_costs_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200's host a layer's own Python took 250 us, which bound every step outside a CUDA graph."""
+    pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+    from pagedmla.triton_kernels.launch import intercepted
+
+    monkeypatch.setattr(BoundLayer, "_warn_of_dropped", lambda layer, slots: None)  # of slots on the host alone
+    plan, stores = make_plan(executor="triton", dtype=torch.bfloat16, num_partitions=2), Stores()
+    layers = [make_layer(f"layer.{i}", plan, stores=stores) for i in range(2)]
+    rows = make_rows(plan, *STEPS["split"][:4])
+    q, slots = torch.randn(2, H, 576).bfloat16(), torch.arange(P, P + 2)
+    latent, rope = torch.randn(2, 512).bfloat16(), torch.randn(2, 64).bfloat16()
+    launches: list[object] = []
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    with intercepted(lambda kernel, *rest: launches.append(kernel)):
+        for layer in layers:
+            assert layer.geometry  # a layer's own, worked out once
+            calls = 0
+            sys.setprofile(count)
+            try:
+                layer.store(latent, rope, slots)
+                rows.attend(q, layer)
+            finally:
+                sys.setprofile(None)
+    assert len(launches) == 2 * 3  # store, parts, merge
+    assert calls <= CALLS_A_LAYER, calls
 
 
 def test_later_layers_bind_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

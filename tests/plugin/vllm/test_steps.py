@@ -13,6 +13,7 @@ from torch import Tensor
 
 import pagedmla
 from pagedmla.kv_cache.layouts import get_layout
+from pagedmla.plugin.vllm.bound import Stores
 
 H, NOPE, ROPE, LATENT, VALUE = 3, 16, 64, 512, 24
 P, BLOCKS = 16, 9
@@ -159,7 +160,7 @@ def impl(vllm: Any) -> Any:
         _k_scale=torch.ones(1),
         _k_scale_float=1.0,
     )
-    made.bind("model.layers.0", layer, make_plan("fp32"))
+    made.bind("model.layers.0", layer, make_plan("fp32"), Stores())
     return made
 
 
@@ -227,7 +228,7 @@ def test_memory_profiling_has_no_cache_yet(impl: Any) -> None:
 def test_layers_that_cannot_be_bound(impl: Any, change: dict[str, Any], sentence: str) -> None:
     layer = SimpleNamespace(**{**vars(impl._layer), **change})
     with pytest.raises(ValueError, match=sentence):
-        impl.bind("layer.7", layer, impl._plan)
+        impl.bind("layer.7", layer, impl._plan, Stores())
 
 
 def test_our_layout_is_handed_as_e4m3_bytes(impl: Any) -> None:
