@@ -274,7 +274,7 @@ def merge_states(
     its out holds. out comes back in its own dtype, lse in float32. Raises ValueError where an LSE is +inf (some kernels
     mark empty states so; checked on CPU tensors) or NaN.
     """
-    outs, lses = _stacked(outs, "outs"), _stacked(lses, "lses")
+    outs, lses = stacked(outs, "outs"), stacked(lses, "lses")
     expect_tensor(outs, "outs", [None] * 4, FLOATS, "It is [S, T, H, D].")
     hint = "LSE is kept in float32: bf16 is 3 % off in a weight already at lse 10."
     expect_tensor(lses, "lses", list(outs.shape[:3]), (torch.float32, torch.float64), hint)
@@ -291,7 +291,8 @@ def merge_states(
     return out, lse
 
 
-def _stacked(states: Tensor | Sequence[Tensor], name: str) -> Tensor:
+def stacked(states: Tensor | Sequence[Tensor], name: str) -> Tensor:
+    """One tensor of states that come as a tensor, or as tensors all alike: ValueError for others."""
     if isinstance(states, Tensor):
         return states
     parts: list[Any] = list(states)

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pagedmla.kv_cache.checks import quoted, refuse
+from pagedmla.kv_cache.layouts import LAYOUTS
+
 _KEYS = (("kernel", "kernel"), ("target", "target"), ("layout", "layout"), ("rows", "rows"))
 _CUTLASS_KEYS = (("variant", "kernel"), ("target", "target"))  # a variant's name tells the rest
 _COSTS = (
@@ -34,9 +37,12 @@ def compile_triton(
     from pagedmla.triton_kernels.compile import all_variants, compile_all
 
     names = [find_target(name).name for name in targets or TARGETS]
+    variants = all_variants()
+    _check_names("only", kernels, {variant.kernel for variant in variants})
+    _check_names("layout", layouts, set(LAYOUTS))
     wanted = [
         variant
-        for variant in all_variants()
+        for variant in variants
         if (not kernels or variant.kernel in kernels)
         and (not layouts or variant.layout in layouts)
         and any(name in variant.targets for name in names)
@@ -61,12 +67,13 @@ def compile_cutlass(
     from pagedmla.cutlass_kernels.cubin_cache import CubinCache
     from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
     from pagedmla.hardware.targets import find_target
-    from pagedmla.kv_cache.checks import quoted, refuse
-
     only = find_target(ARCHITECTURE).name
     for target in targets or ():
         if find_target(target).name != only:
             refuse("target", f"{only}, which the CUTLASS kernels are for", quoted(target))
+    named = {variant.name for variant in (*VARIANTS, *COMBINES)}
+    _check_names("only", [name for name in kernels or () if name not in named], {"decode", "merge"}, " or a variant")
+    _check_names("layout", layouts, set(LAYOUTS))
     decodes = [variant for variant in VARIANTS if not layouts or variant.layout in layouts]
     families: dict[str, Sequence[Variant | CombineVariant]]
     families = {"decode": decodes, "merge": () if layouts else COMBINES}
@@ -80,6 +87,13 @@ def compile_cutlass(
         raise _nothing(kernels, layouts)
     cache = None if out is None else CubinCache([out])
     return _with_progress(len(wanted), lambda on_row: compile_all(wanted, cache=cache, on_row=on_row))
+
+
+def _check_names(option: str, given: Sequence[str] | None, known: set[str], more: str = "") -> None:
+    """A name that selects nothing is a slip, also among others that do."""
+    for name in given or ():
+        if name not in known:
+            refuse(option, f"one of {', '.join(sorted(known))}{more}", quoted(name))
 
 
 def _nothing(kernels: Sequence[str] | None, layouts: Sequence[str] | None) -> ValueError:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from pagedmla.adapters.vllm import layer_pools
-from pagedmla.kv_cache.checks import dtype_name, expect_tensor, refuse
+from pagedmla.kv_cache.checks import dtype_name, expect_tensor, quoted, refuse
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, per_tensor_scale
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
 from pagedmla.plugin import api
@@ -99,8 +99,7 @@ def merge_states(
     outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], *, executor: str = AUTO
 ) -> tuple[Tensor, Tensor]:
     """As `pagedmla.merge_states`, one op in a graph."""
-    stacked = (each if isinstance(each, Tensor) else torch.stack(list(each)) for each in (outs, lses))
-    out, lse = torch.ops.pagedmla.merge(*stacked, executor)
+    out, lse = torch.ops.pagedmla.merge(api.stacked(outs, "outs"), api.stacked(lses, "lses"), executor)
     return out, lse
 
 
@@ -145,6 +144,8 @@ def _bytes(pool: Tensor, name: str, eight_bits: torch.dtype) -> Tensor:
 def _described(layout: CacheLayout | str, layer: int) -> tuple[int, str, int, int, int | None]:
     if isinstance(layout, str):
         return layer, layout, 0, 0, None
+    if not isinstance(layout, CacheLayout):
+        refuse("layout", "a CacheLayout or its name", quoted(layout), error=TypeError)
     return layer, layout.name, layout.latent, layout.rope, getattr(layout, "granularity", None)
 
 
@@ -158,6 +159,8 @@ def _bound(
     name, latent, rope, granularity = layout
     made = get_layout(name, latent=latent, rope=rope, granularity=granularity) if latent else name
     if kv_blocks.dim() == 3:
+        if kv_scales is not None:
+            refuse("kv_scales", "None, since an engine's own cache holds its scales", kv_scales)
         pools = layer_pools(kv_blocks, get_layout(name) if isinstance(made, str) else made, sigma)
         kv_blocks, kv_scales = pools.blocks, pools.scales
     elif sigma is not None:

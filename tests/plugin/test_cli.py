@@ -256,10 +256,13 @@ def test_compile_says_why_a_target_refuses(monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "sentence"),
     [
         (["--target", "sm_70"], "target: expected one of sm_80, sm_89, sm_90, sm_100, gfx942, gfx950; got 'sm_70'"),
-        (["--only", "sort"], "nothing to build: no variant of ['sort'] in any layout"),
+        (["--only", "sort"], "only: expected one of decode, decompress, merge, mixed, prefill, store; got 'sort'"),
+        (["--only", "merge", "--only", "decoed"], "store; got 'decoed'"),
+        (["--layout", "fp8"], "got 'fp8'"),
+        (["--only", "prefill", "--layout", "fp8_flat"], "nothing to build: no variant of ['prefill'] in ['fp8_flat']"),
         (["--executor", "torch"], "'torch' is not"),
         (["--executor", "cutlass", "--target", "sm_80"], "target: expected sm_90, which the CUTLASS kernels are for"),
-        (["--executor", "cutlass", "--only", "mixed"], "nothing to build: no variant of ['mixed'] in any layout"),
+        (["--executor", "cutlass", "--only", "mixed"], "only: expected one of decode, merge or a variant; got 'mixed'"),
         (["--executor", "cutlass", "--layout", "bf16"], "no variant of any kernel in ['bf16']"),
     ],
 )

@@ -203,3 +203,22 @@ def test_bytes_of_another_meaning_are_refused(dtype: torch.dtype) -> None:
     other = dataclasses.replace(values, kv_blocks=values.kv_blocks.view(dtype))
     with pytest.raises(ValueError, match="kv_blocks: expected float8_e4m3fn, its bytes, or a wider dtype"):
         ops.store(torch.zeros(1, 512), torch.zeros(1, 64), other, 0, layout=pool.layout)
+
+
+def test_arguments_that_would_be_lost_or_met_late_are_refused() -> None:
+    """Scales beside an engine's own cache were ignored; the others failed inside torch, without a name."""
+    values = KVCacheInputsPerDevice(
+        kv_blocks=torch.zeros(2, 16, 644, dtype=torch.uint8),
+        kv_scales=torch.ones(2, 1, 1, 16, 1, 1),
+        cache_lengths=torch.zeros(1, dtype=torch.int32),
+        lookup_table=torch.zeros(1, 2, dtype=torch.int32),
+        max_prompt_length=1,
+        max_cache_length=1,
+        page_stride=None,
+    )
+    with pytest.raises(ValueError, match="kv_scales: expected None, since an engine's own cache holds its scales"):
+        ops.store(torch.zeros(1, 512), torch.zeros(1, 64), values, 0, layout="fp8_rope_bf16")
+    with pytest.raises(TypeError, match="layout: expected a CacheLayout or its name; got None"):
+        ops.attend(torch.zeros(1, 1, 576), values, 0, layout=None, sm_scale=1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="outs: expected a tensor, or at least one; got none"):
+        ops.merge_states([], [])
