@@ -1,0 +1,82 @@
+"""What the pages under docs/ tell a reader must hold: links lead somewhere, examples run, and so do commands.
+
+Commands that need what isn't here (a model, an engine, the CUTLASS DSL, a server that stays) are named below, each with
+what tests it instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+COMMAND = "from pagedmla.plugin.cli import main; main()"
+ELSEWHERE = {
+    "pagedmla compile --executor cutlass --out build/cubins": "tests/cutlass_kernels builds every variant",
+}
+
+
+def ids(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{ids(page)} links to {target}"
+        if anchor and found.suffix == ".md":
+            assert anchor in anchors(found), f"{ids(page)} links to {target}"
+
+
+WHOLE = [
+    (page, number)
+    for page in PAGES[1:]
+    for number, example in enumerate(blocks(page, "python"))
+    if example.startswith("import ")  # the others are lines of a program
+]
+
+
+@pytest.mark.parametrize(("page", "number"), WHOLE, ids=lambda each: ids(each) if isinstance(each, Path) else str(each))
+def test_examples(page: Path, number: int, tmp_path: Path) -> None:
+    done = run(["-c", blocks(page, "python")[number]], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=ids)
+def test_commands(page: Path, tmp_path: Path) -> None:
+    """README's are run by test_readme.py."""
+    for block in blocks(page, "sh"):
+        for line in block.splitlines():
+            command = line.split("  #")[0].strip()
+            if not command.startswith("pagedmla ") or command in ELSEWHERE:
+                continue
+            done = run(["-c", COMMAND, *shlex.split(command)[1:]], tmp_path)
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
