@@ -67,11 +67,12 @@ def compile_cutlass(
     from pagedmla.cutlass_kernels.cubin_cache import CubinCache
     from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
     from pagedmla.hardware.targets import find_target
+
     only = find_target(ARCHITECTURE).name
     for target in targets or ():
         if find_target(target).name != only:
             refuse("target", f"{only}, which the CUTLASS kernels are for", quoted(target))
-    named = {variant.name for variant in (*VARIANTS, *COMBINES)}
+    named = {variant.name for variant in VARIANTS} | {variant.name for variant in COMBINES}
     _check_names("only", [name for name in kernels or () if name not in named], {"decode", "merge"}, " or a variant")
     _check_names("layout", layouts, set(LAYOUTS))
     decodes = [variant for variant in VARIANTS if not layouts or variant.layout in layouts]

@@ -35,12 +35,12 @@ def geometry(tensors: Named) -> tuple[object, ...]:
 
 
 class _Place(NamedTuple):
-    """Rows `first .. first + count - 1` of a named tensor; all of it where `count` is None."""
+    """Rows `first .. first + rows - 1` of a named tensor; all of it where `rows` is None."""
 
     position: int
     name: str
     first: int
-    count: int | None
+    rows: int | None
 
 
 class _Launch(NamedTuple):
@@ -72,9 +72,9 @@ class Repeat:
 
         for kernel, grid, recorded, kwargs, places in self._launches:
             args = list(recorded)
-            for position, name, first, count in places:
+            for position, name, first, rows in places:
                 tensor = tensors[name]
-                args[position] = tensor if count is None or tensor is None else tensor.narrow(0, first, count)
+                args[position] = tensor if rows is None or tensor is None else tensor.narrow(0, first, rows)
             launch(kernel, grid, *args, **kwargs)
 
 
