@@ -20,17 +20,14 @@ from torch import Tensor
 from pagedmla.cutlass_kernels.arguments import COMBINE, DECODE
 from pagedmla.cutlass_kernels.cubin_cache import Cubin, CubinCache
 from pagedmla.cutlass_kernels.driver import CudaDriver, Driver
+from pagedmla.cutlass_kernels.launch_checks import CallTensors, check_addresses, check_form, check_pool, check_scales
 from pagedmla.cutlass_kernels.loaded_kernel import LoadedKernel
-from pagedmla.cutlass_kernels.tensor_maps import plane_map
-from pagedmla.cutlass_kernels.tiles import LATENT, PANEL_BYTES, ROPE
+from pagedmla.cutlass_kernels.tiles import LATENT
 from pagedmla.cutlass_kernels.variants import COMBINES, Variant
-from pagedmla.kv_cache.checks import INDEX_DTYPES, ceildiv, expect_same_device, refuse
+from pagedmla.kv_cache.checks import ceildiv, refuse
 from pagedmla.kv_cache.layouts import RowPlanes
 
 LOG2E = math.log2(math.e)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_Q_ALIGNMENT = 16  # bytes, of each row of q
-_OUT_ALIGNMENT = 4
 _HELD = 4096  # of each kind of what is worked out once; what is let go is worked out again
 
 _Key = tuple[Any, ...]
@@ -86,7 +83,6 @@ class DecodeLauncher:
         self._combine = LoadedKernel(driver, combine, COMBINE)
         self._grid = self._decode.clusters_held() * variant.cluster
         self._current_stream = current_stream
-        self._dtype = _DTYPES[variant.dtype]
         self._pools: dict[_Key, dict[str, Any]] = {}
         self._forms: dict[_Key, dict[str, int]] = {}
 
@@ -113,18 +109,12 @@ class DecodeLauncher:
         """
         if q.numel() == 0:
             return
-        scales, scales_table = planes.scales, scales_lookup_table
-        if scales is None:
-            refuse("planes.scales", f"float32 scales for {self.variant.name}", None)
-        if scales_table is None:
-            scales_table = lookup_table
+        scales = check_scales(self.variant, planes.scales)
+        scales_table = lookup_table if scales_lookup_table is None else scales_lookup_table
         tensors = (q, out, lse, lookup_table, scales_table, cache_lengths, query_start_loc)
         form = self._form(tensors)
         q_address, out_address = q.data_ptr(), out.data_ptr()
-        if q_address % _Q_ALIGNMENT or out_address % _OUT_ALIGNMENT:
-            refuse(
-                "q, out", f"first bytes at multiples of {_Q_ALIGNMENT}, {_OUT_ALIGNMENT}", f"{q_address}, {out_address}"
-            )
+        check_addresses(q_address, out_address)
         rows = form["rows"]
         if rows > workspace.rows or num_partitions > workspace.partitions:
             room, wanted = (
@@ -161,54 +151,25 @@ class DecodeLauncher:
     # What depends on shapes, strides, types and devices alone.
 
     def _form(self, tensors: tuple[Tensor, ...]) -> dict[str, int]:
-        """Sizes and strides among the arguments. `tensors`: q, out, lse, both tables, both length vectors."""
+        """Sizes and strides among the arguments. `tensors` as in CallTensors."""
         key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         form = self._forms.get(key)
         if form is None:
-            form = _hold(self._forms, key, self._check_form(*tensors))
+            form = _hold(self._forms, key, self._check_form(CallTensors(*tensors)))
         return form
 
-    def _check_form(
-        self,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lookup_table: Tensor,
-        scales_table: Tensor,
-        cache_lengths: Tensor,
-        query_start_loc: Tensor,
-    ) -> dict[str, int]:
-        tables = {"lookup_table": lookup_table, "scales_lookup_table": scales_table}
-        lengths = {"cache_lengths": cache_lengths, "query_start_loc": query_start_loc}
-        expect_same_device(q, "q", out=out, lse=lse, **tables, **lengths)
-        tokens, heads, width = q.shape
-        if width != LATENT + ROPE or q.dtype != self._dtype or q.stride(2) != 1:
-            refuse("q", f"[T, H, {LATENT + ROPE}] {self.variant.dtype} with adjacent columns", q)
-        if (q.stride(0) | q.stride(1)) * q.element_size() % _Q_ALIGNMENT:
-            refuse("q", f"rows that begin at multiples of {_Q_ALIGNMENT} bytes", f"strides {q.stride()}")
-        if out.shape != (tokens, heads, LATENT) or out.dtype != self._dtype or out.stride(2) != 1:
-            refuse("out", f"[{tokens}, {heads}, {LATENT}] {self.variant.dtype} with adjacent columns", out)
-        if (out.stride(0) | out.stride(1)) * out.element_size() % _OUT_ALIGNMENT:
-            refuse("out", f"rows that begin at multiples of {_OUT_ALIGNMENT} bytes", f"strides {out.stride()}")
-        if lse.shape != (tokens, heads) or lse.dtype != torch.float32 or not lse.is_contiguous():
-            refuse("lse", f"[{tokens}, {heads}] float32, contiguous", lse)
-        batch = cache_lengths.shape[0]
-        for name, table in tables.items():
-            if table.dim() != 2 or table.shape[0] != batch or table.dtype not in INDEX_DTYPES:
-                refuse(name, f"[{batch}, *] int32 or uint32", table)
-            if table.shape[1] > 1 and table.stride(1) != 1:
-                refuse(name, "adjacent columns (stride(1) 1)", f"strides {table.stride()}")
-        for (name, vector), size in zip(lengths.items(), (batch, batch + 1), strict=True):
-            if vector.shape != (size,) or vector.dtype not in INDEX_DTYPES or not vector.is_contiguous():
-                refuse(name, f"[{size}] int32 or uint32, contiguous", vector)
+    def _check_form(self, tensors: CallTensors) -> dict[str, int]:
+        check_form(self.variant, tensors)
+        q, out = tensors.q, tensors.out
+        tokens, heads, _ = q.shape
         return {
             "stride_q_token": q.stride(0),
             "stride_q_head": q.stride(1),
             "stride_out_token": out.stride(0),
             "stride_out_head": out.stride(1),
-            "stride_table": lookup_table.stride(0),
-            "stride_scales_table": scales_table.stride(0),
-            "batch": batch,
+            "stride_table": tensors.lookup_table.stride(0),
+            "stride_scales_table": tensors.scales_lookup_table.stride(0),
+            "batch": tensors.cache_lengths.shape[0],
             "tokens": tokens,
             "heads": heads,
             "rows": tokens * heads,
@@ -230,22 +191,11 @@ class DecodeLauncher:
         return pool
 
     def _map_pool(self, planes: RowPlanes, scales: Tensor) -> dict[str, Any]:
-        variant, latent, rope = self.variant, planes.latent, planes.rope
-        pages, page_size, width = latent.shape
-        if page_size not in variant.page_sizes:
-            refuse("planes", f"pages of {' or '.join(map(str, variant.page_sizes))} for {variant.name}", f"{page_size}")
-        if width != LATENT or latent.element_size() != 1:
-            refuse("planes.latent", f"[*, {page_size}, {LATENT}] e4m3", latent)
-        kind = "e4m3" if rope.element_size() == 1 else "scaled_bf16" if planes.rope_scaled else "bf16"
-        if rope.shape != (pages, page_size, ROPE) or kind != variant.shape.rope:
-            refuse("planes.rope", f"[{pages}, {page_size}, {ROPE}] {variant.shape.rope} for {variant.name}", rope)
-        if scales.shape[1:] != (page_size, 1) or scales.dtype != torch.float32:
-            refuse("planes.scales", f"[*, {page_size}, 1] float32 for {variant.name}", scales)
-        expect_same_device(latent, "planes.latent", rope=rope, scales=scales)
+        latent_map, rope_map = check_pool(self.variant, planes)
         return {
-            "latent_map": self._driver.encode(plane_map(latent, "planes.latent", PANEL_BYTES, variant.box)),
-            "rope_map": self._driver.encode(plane_map(rope, "planes.rope", variant.shape.rope_bytes, variant.box)),
-            "page_shift": page_size.bit_length() - 1,
+            "latent_map": self._driver.encode(latent_map),
+            "rope_map": self._driver.encode(rope_map),
+            "page_shift": planes.latent.shape[1].bit_length() - 1,
             "stride_scale_page": scales.stride(0),
             "stride_scale_slot": scales.stride(1),
         }

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagedmla.cutlass_kernels import emulation, fragments, schedule
+from pagedmla.cutlass_kernels.launch_checks import check_pool
 from pagedmla.cutlass_kernels.tiles import (
     KEYS,
     LATENT,
@@ -43,7 +44,6 @@ from pagedmla.cutlass_kernels.tiles import (
     Shape,
 )
 from pagedmla.cutlass_kernels.variants import Variant
-from pagedmla.kv_cache.checks import refuse
 from pagedmla.kv_cache.layouts import RowPlanes
 from pagedmla.kv_cache.tables import int64_ids, int64_lengths
 
@@ -70,7 +70,7 @@ def attend(
     accumulation_bits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`q [T, H, 576]` on the CPU to (out `[T, H, 512]` in q's dtype, lse `[T, H]` float32, natural log)."""
-    _check(planes, variant)
+    check_pool(variant, planes)
     tokens, heads, _ = q.shape
     keys = _Keys(planes, lookup_table, scales_lookup_table, variant)
     starts = int64_lengths(query_start_loc).tolist()
@@ -98,19 +98,6 @@ def attend(
         torch.from_numpy(out).view(tokens, heads, LATENT).to(q.dtype),
         torch.from_numpy(lse).view(tokens, heads),
     )
-
-
-def _check(planes: RowPlanes, variant: Variant) -> None:
-    if planes.latent.shape[2] != LATENT or planes.rope.shape[2] != ROPE:
-        refuse("planes", f"a latent of {LATENT} columns and a rope of {ROPE}", planes.latent)
-    if planes.scales is None or planes.scales.shape[2] != 1:
-        refuse("planes.scales", "one scale a token (or one for the tensor, expanded)", planes.scales)
-    if planes.latent.shape[1] not in variant.page_sizes:
-        sizes = ", ".join(map(str, variant.page_sizes))
-        refuse("page_size", f"one of {sizes} for {variant.name}", str(planes.latent.shape[1]))
-    rope = "e4m3" if planes.rope.element_size() == 1 else "scaled_bf16" if planes.rope_scaled else "bf16"
-    if rope != variant.shape.rope:
-        refuse("planes.rope", f"rope as {variant.shape.rope} for {variant.name}", rope)
 
 
 # -- schedule --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
@@ -63,8 +64,12 @@ def _attributes(cubin: bytes) -> Iterator[tuple[int, int]]:
             at += 4
 
 
+@lru_cache(maxsize=2)
 def disassemble(cubin: bytes) -> str:
-    """SASS, as `nvdisasm -c` prints it. FileNotFoundError says what to install where there is no nvdisasm."""
+    """SASS, as `nvdisasm -c` prints it; kept for whoever counts and then writes it to a file.
+
+    FileNotFoundError says what to install where there is no nvdisasm.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,8 +54,9 @@ def of_amdgcn(assembly: str, warps: int, shared_bytes: int) -> Footprint:
     return _footprint(amdgcn, amdgcn.parse(assembly), int(used.group(1)), warps, shared_bytes)
 
 
+@lru_cache(maxsize=2)
 def disassemble(cubin: bytes) -> str:
-    """SASS text of a cubin, as `nvdisasm -c` prints it."""
+    """SASS text of a cubin, as `nvdisasm -c` prints it. Kept for whoever counts and then writes it to a file."""
     return _tool("nvdisasm", ["-c"], cubin)
 
 

@@ -1,7 +1,8 @@
 """The executable model of the CUTLASS decode kernels, on the CPU: their algorithm, fragment by fragment, in numpy.
 
 It is for proof, so it runs only where it is asked for by name. Which variant it models is chosen as the `cutlass`
-executor chooses one, and cut as on an H200. Prompts behind decode rows, and all other operations, are `torch`'s.
+executor chooses one, and cut as on an H200; what that variant's launcher refuses is refused here too, in its words.
+Prompts behind decode rows, and all other operations, are `torch`'s.
 """
 
 from __future__ import annotations
@@ -46,16 +47,27 @@ class CutlassModelExecutor(TorchExecutor):
         return Workspace(torch.empty(0, device=configuration.device))
 
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
-        from pagedmla.cutlass_kernels import model
+        from pagedmla.cutlass_kernels import launch_checks, model
 
         requests, tokens = step.decode_rows()
         whole = requests == step.batch
         rows = slice(0, step.num_tokens if whole else tokens)  # whole: padding behind the last request too
         if rows.stop:
             decode, variant = _part(step, 0, requests), variants.variant_of_step(step, q, options, requests, tokens)
+            tensors = launch_checks.CallTensors(
+                q[rows],
+                out[rows],
+                lse[rows],
+                decode.cache.lookup_table,
+                decode.cache.scales_lookup_table,
+                decode.cache.cache_lengths,
+                decode.query_start_loc,
+            )
+            launch_checks.check_form(variant, tensors)
+            launch_checks.check_addresses(tensors.q.data_ptr(), tensors.out.data_ptr())
             out[rows], lse[rows] = model.attend(
                 q[rows],
-                step.layout.planes(step.cache.value_pool, step.cache.scale_pool, step.layer),
+                step.planes,
                 decode.cache.lookup_table,
                 decode.cache.cache_lengths,
                 decode.query_start_loc,

@@ -20,6 +20,7 @@ from pagedmla.plugin.step import Step
 SHORT = 512  # keys; over fewer, weights rounded to e4m3 don't average out
 ROWS = tuple(sorted({variant.rows for variant in VARIANTS}))
 KEYS_A_PIECE = 256  # at least: a piece costs about three tiles of 64 keys, and a row to merge
+MOST_HEADS = 128  # of the prompts that stand behind decode rows: Triton's limit
 PARTIAL_ROWS = 1 << 17  # of a workspace at most: 256 MiB
 
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -39,6 +40,8 @@ def refusal(configuration: Configuration) -> str | None:
     if dtype is not None and not any(_DTYPE_NAMES[variant.dtype] == dtype_name(dtype) for variant in VARIANTS):
         built = [_DTYPE_NAMES[name] for name in DTYPES if any(variant.dtype == name for variant in VARIANTS)]
         return f"it is built for queries in {' or '.join(built)}, not {dtype_name(dtype)}"
+    if configuration.num_heads is not None and configuration.num_heads > MOST_HEADS:
+        return f"the kernels take up to {MOST_HEADS} heads, not {configuration.num_heads}"
     return None
 
 

@@ -184,12 +184,39 @@ USUAL = Configuration("attend", torch.device("cpu"), pagedmla.get_layout("fp8_ro
         ({"device": torch.device("meta")}, "the model runs on the CPU, not on meta"),
         ({"dtype": torch.float32}, "it is built for queries in bfloat16, not float32"),
         ({"page_size": 8}, "its pages have 16, 32, 64, 128, 256 tokens, not 8"),
+        ({"num_heads": 129}, "the kernels take up to 128 heads, not 129"),
         ({"layout": pagedmla.get_layout("bf16")}, "its layouts are .* with one scale a token or tensor, not bf16"),
     ],
 )
 def test_what_it_refuses(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=rf"executor: expected .*; got 'cutlass-model', but {message}"):
         choose(replace(USUAL, **changes), "cutlass-model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_scales": torch.float16}, r"planes.scales: expected \[\*, 64, 1\] float32 .*; got .*float16"),
+        ({"kv_scales": torch.float8_e8m0fnu}, r"planes.scales: expected .* float32 for .*; got .*float8_e8m0fnu"),
+        ({"row": 577}, r"planes.latent: expected a slot stride that is a multiple of 16 bytes, .*; got 577 bytes"),
+        ({"q": 580}, r"q: expected rows that begin at multiples of 16 bytes; got strides \(9280, 580, 1\)"),
+    ],
+    ids=["float16 scales", "e8m0 scales", "rows 577 bytes apart", "queries 580 columns apart"],
+)
+def test_what_the_launcher_would_refuse(
+    change: dict[str, object], message: str, modelled: list[tuple[str, int, int]]
+) -> None:
+    """`cutlass` refuses these with these words: a model that took more than its kernel would say nothing of it."""
+    step = made(LONG, "fp8_flat")
+    if "kv_scales" in change:
+        step = build_step(LONG, "fp8_flat", dtype=torch.bfloat16, scale_dtype=change["kv_scales"])  # type: ignore[arg-type]
+    elif "row" in change:
+        wide = torch.nn.functional.pad(step.values.kv_blocks.view(torch.uint8), (0, 1))
+        step = with_values(step, kv_blocks=wide[..., :576].view(torch.float8_e4m3fn))
+    else:
+        step = replace(step, q=torch.nn.functional.pad(step.q, (0, 4))[..., :576])
+    with pytest.raises(ValueError, match=message):
+        attend(step, plan=plan_for(step))
 
 
 def test_it_runs_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
