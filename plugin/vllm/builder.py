@@ -36,6 +36,7 @@ from pagedmla.plugin.vllm.bound import BoundRows, Stores
 from pagedmla.plugin.vllm.cache_dtypes import ROPE_COLUMNS
 from pagedmla.plugin.vllm.choices import choices_line
 from pagedmla.plugin.vllm.dense import DenseCalls, DensePrompts
+from pagedmla.plugin.vllm.scales import load_scales
 
 logger = init_logger("vllm.pagedmla")  # below "vllm", where the engine's log handlers are
 
@@ -81,6 +82,11 @@ class PagedMLABuilder(MLACommonMetadataBuilder[PagedMLAMetadata]):  # type: igno
             device=device,
             sm_scale=layers[0].impl.scale,
         )
+        if isinstance(self.layout, Fp8Flat):
+            model = vllm_config.model_config.model
+            loaded = load_scales(model, zip(layer_names, layers))
+            if loaded:
+                logger.info_once("pagedmla: k_scale of %d of %d layers from %s", loaded, len(layers), model)
         stores = Stores()
         for name, layer in zip(layer_names, layers):
             layer.impl.bind(name, layer, self.plan, stores)

@@ -13,7 +13,9 @@ from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 
 from pagedmla.adapters.vllm import layer_pools
+from pagedmla.kv_cache.layouts import Fp8Flat
 from pagedmla.plugin.plan import Plan
+from pagedmla.plugin.vllm import recorder
 from pagedmla.plugin.vllm.bound import BoundLayer, Stores
 from pagedmla.plugin.vllm.builder import PagedMLAMetadata
 from pagedmla.plugin.vllm.counters import count, describe_layer
@@ -61,7 +63,10 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
             return
         slots = slot_mapping.flatten()
         tokens = slots.shape[0]
-        self._layer_of(kv_cache, k_scale).store(kv_c_normed[:tokens], k_pe[:tokens].flatten(1), slots)
+        latent, rope = kv_c_normed[:tokens], k_pe[:tokens].flatten(1)
+        if recorder.recorder is not None:
+            recorder.recorder.add(self._name, latent, rope, slots)
+        self._layer_of(kv_cache, k_scale).store(latent, rope, slots)
         count(self._name, "store", self._plan.store_choice.executor.name)
 
     def forward_mqa(
@@ -113,5 +118,6 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
             pools = layer_pools(cache, self._plan.layout, k_scale)
             self._bound = BoundLayer(self._name, pools, self._plan, self._stores)
             self._cache_key = key
-            describe_layer(self._name, str(self._plan), cache)
+            scale = f", k_scale {self._layer._k_scale_float:.9g}" if isinstance(self._plan.layout, Fp8Flat) else ""
+            describe_layer(self._name, f"{self._plan}{scale}", cache)
         return self._bound

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 
 import pytest
 
-from pagedmla.bench.model import floor_of, issue_slots, model_rows
-from pagedmla.bench.report import TABLE
+from pagedmla.bench.cases import FLAGSHIP, IMBALANCED, Case
+from pagedmla.bench.model import (
+    CUTLASS_TABLE,
+    TRITON_TABLE,
+    compile_table,
+    floor_of,
+    issue_slots,
+    kernel_rows,
+    step_rows,
+)
 from pagedmla.hardware.cost import B200, H100, H200
 
 
 def row(**changed):
     made = {
         "kernel": "decode", "executor": "triton", "target": "sm_90", "layout": "fp8_rope_bf16", "rows": 16,
+        "registers": 255, "spill_words_in_loop": 0, "shared_bytes": 92160,
         "warp_instructions_per_token": 70.0, "bytes_per_token": 644.0,
         "options": {"GROUP": 512, "PAGE_SIZE": 64, "SPLIT_QUERIES": False},
     }  # fmt: skip
@@ -52,17 +61,62 @@ def test_rows_say_that_they_are_a_model() -> None:
         row(layout="bf16"),
         {**row(), "refused": "too large"},
     ]
-    rows = model_rows(table, ["fp8_rope_bf16"])
+    rows = kernel_rows(table, ["fp8_rope_bf16"])
     assert [made["gpu"] for made in rows] == ["H100 SXM", "H200", "B200"]
     assert {made["source"] for made in rows} == {"model"}
     assert not {"microseconds", "gb_per_s"} & rows[0].keys()
 
 
+def test_two_terms_take_twice_the_tensor_time_of_one() -> None:
+    fp8 = {"precision": "fp8", "cluster": 1, "box": 64}
+    one, two = (floor_of(row(options={**fp8, "terms": terms}), H200).tensor for terms in (1, 2))
+    assert two == pytest.approx(2 * one)
+    assert two == pytest.approx(floor_of(row(), H200).tensor, rel=1e-3)  # e4m3 is twice as fast as float16
+
+
 def test_no_two_rows_look_alike() -> None:
     """`pagedmla bench` printed rows twice with different figures: the second were those of float16 queries, which the
     row didn't name."""
-    rows = model_rows(json.loads(TABLE.read_text(encoding="utf-8")))
-    figures = {"memory_ns", "issue_ns", "tensor_ns", "bound", "share_of_bandwidth"}
-    labels = [tuple(value for name, value in made.items() if name not in figures) for made in rows]
+    rows = kernel_rows([*compile_table(TRITON_TABLE), *compile_table(CUTLASS_TABLE)])
+    names = ("gpu", "executor", "kernel", "layout", "rows", "form", "group", "page_size", "split_queries")
+    labels = [tuple(made[name] for name in names) for made in rows]
     assert len(set(labels)) == len(labels)
     assert {made["split_queries"] for made in rows} == {False, True}
+    assert {made["executor"] for made in rows} == {"triton", "cutlass"}
+
+
+@pytest.mark.parametrize(("heads", "contender", "microseconds"), [(16, "fp16", 84.6), (128, "fp8x2", 172.2)])
+def test_steps_are_those_that_the_kernels_page_states(heads: int, contender: str, microseconds: float) -> None:
+    """docs/kernels/decode_sm90.md: B=128, kv 4096 on an H200."""
+    rows = step_rows(Case(FLAGSHIP, heads, 128, 4096), H200, compile_table(TRITON_TABLE), compile_table(CUTLASS_TABLE))
+    found = {made.contender: made for made in rows}
+    assert found[f"pagedmla cutlass {contender}"].microseconds == pytest.approx(microseconds, abs=0.1)
+    for made in rows:
+        assert made.source == "model"
+        assert made.device == "H200"
+        assert made.correct is made.relative_l2 is made.speedup is None
+        assert made.share_of_floor <= 1  # a model can't be faster than its own floor
+    assert "pagedmla triton (at least)" in found
+
+
+@pytest.mark.parametrize(
+    ("case", "executors"),
+    [
+        (Case("bf16", 16, 8, 640), {"triton"}),  # CUTLASS has no kernel for it
+        (Case("fp8_ds_mla", 16, 8, 640), {"triton"}),
+        (Case("fp8_flat", 16, 8, 640), {"triton", "cutlass"}),
+        (Case(FLAGSHIP, 16, 8, 640, 4), {"triton", "cutlass"}),
+        (Case(FLAGSHIP, 32, 8, 640, 1, IMBALANCED), {"triton", "cutlass"}),
+    ],
+    ids=str,
+)
+def test_only_kernels_that_are_compiled_have_a_step(case: Case, executors: set[str]) -> None:
+    tables = compile_table(TRITON_TABLE), compile_table(CUTLASS_TABLE)
+    assert {made.contender.split()[1] for made in step_rows(case, H200, *tables)} == executors
+    assert {made.contender.split()[1] for made in step_rows(case, B200, *tables)} <= {"triton"}  # CUTLASS is Hopper's
+    assert step_rows(case, H200, [], []) == []
+
+
+def test_without_a_compile_table(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="pagedmla compile --json"):
+        compile_table(tmp_path / "compile-triton.json")

@@ -272,24 +272,6 @@ def test_compile_refuses(arguments: list[str], sentence: str) -> None:
     assert sentence in words(result)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU bench measures")
-def test_bench_without_a_gpu_is_a_model(tmp_path: Path) -> None:
-    result = run("bench", "--layout", "fp8_rope_bf16", "--json", tmp_path / "rows.json")
-    assert result.exit_code == 0, result.output
-    assert "a model of compiled kernels, nothing was run" in words(result)
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    assert {row["gpu"] for row in rows} == {"H100 SXM", "H200", "B200"}
-    assert {row["source"] for row in rows} == {"model"}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU bench measures")
-def test_bench_without_a_gpu_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagedmla.bench.report.TABLE", tmp_path / "compile-triton.json")
-    result = run("bench")
-    assert result.exit_code == 2
-    assert "run `pagedmla compile --json" in words(result)
-
-
 # -- wrong usage is a sentence -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,111 @@
+"""What `pagedmla bench` does with its options: which cases, which sections, which files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from pagedmla.bench.cases import (
+    FLAGSHIP,
+    IMBALANCED,
+    UNIFORM,
+    Case,
+    cpu_cases,
+    full_gpu_cases,
+    gpu_cases,
+    grid,
+    quick_cases,
+)
+from pagedmla.bench.measure import device_name
+from pagedmla.bench.pictures import draw
+from pagedmla.bench.rows import MEASURED
+from pagedmla.bench.run import Bench, make_console, write_report
+from pagedmla.plugin.executors import executors as all_executors
+
+CPU_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Cases by their axes; an axis that isn't given has one value in the middle."""
+
+    layouts: Sequence[str] | None = None
+    heads: Sequence[int] | None = None
+    batches: Sequence[int] | None = None
+    kv_lens: Sequence[int] | None = None
+    q_lens: Sequence[int] | None = None
+    imbalanced: bool = False
+
+    def cases(self) -> list[Case] | None:
+        """None where no axis was given. ValueError for a layout that isn't one."""
+        if not (self.layouts or self.heads or self.batches or self.kv_lens or self.q_lens or self.imbalanced):
+            return None
+        return list(
+            grid(
+                self.layouts or [FLAGSHIP],
+                self.heads or [16],
+                self.batches or [8],
+                self.kv_lens or [1024],
+                self.q_lens or [1],
+                [IMBALANCED if self.imbalanced else UNIFORM],
+            )
+        )
+
+
+def bench(
+    axes: Axes,
+    *,
+    quick: bool = False,
+    full: bool = False,
+    growth: bool = False,
+    executors: Sequence[str] | None = None,
+    seconds: float | None = None,
+    json_file: Path | None = None,
+    pictures: Path | None = None,
+    device: torch.device | None = None,
+    console: Console | None = None,
+) -> bool:
+    """Run, print and write; whether everyone of ours was right. `device` None: the GPU that there is, else the CPU.
+
+    ValueError for options that contradict each other or name what isn't there.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    on_gpu = device.type == "cuda"
+    if quick and full:
+        raise ValueError("--quick and --full: expected one of them; got both")
+    if full and not on_gpu:
+        raise ValueError("--full: expected a GPU, where its thousands of cases take hours; there is none here")
+    known = [executor.name for executor in all_executors()]
+    for name in executors or ():
+        if name not in known:
+            raise ValueError(f"--executor: expected one of {', '.join(known)}; got {name!r}")
+    chosen = axes.cases()
+    default = quick_cases() if quick else full_gpu_cases() if full else gpu_cases() if on_gpu else cpu_cases()
+    made = Bench(
+        device,
+        console or make_console(),
+        CPU_SECONDS if seconds is None and not on_gpu else seconds,
+        None if executors is None else tuple(executors),
+    )
+    made.measure(chosen or default)
+    if not on_gpu:
+        made.model(axes.layouts, chosen)
+    if quick:
+        made.host((1, 64), seconds=0.02)
+    else:
+        made.host()
+    if growth:
+        made.growth()
+    measured = [row for row in made.rows if row.source == MEASURED]
+    if json_file is not None:
+        write_report(made.report(), json_file)
+    if pictures is not None:
+        stem = json_file.stem if json_file is not None else "bench"
+        for path in draw(measured, made.roof, f"decode on {device_name(device)}", pictures, stem):
+            made.say(str(path))
+    return not any(row.ours and row.correct is False for row in measured)

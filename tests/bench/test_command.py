@@ -1,0 +1,228 @@
+"""`pagedmla bench`: its table, its files, its exit code. Cases are tiny, clocks short; nothing here judges a time."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from pagedmla.bench import command, growth, hopper, host_cost, pictures, table
+from pagedmla.bench.cases import FLAGSHIP, Case
+from pagedmla.bench.command import Axes, bench
+from pagedmla.bench.rows import make_row
+from pagedmla.bench.run import Bench
+from pagedmla.hardware.cost import Gpu, StepCost
+from pagedmla.plugin.cli import app
+
+CPU = torch.device("cpu")
+ROOF = Gpu("this CPU", 0.01, 0.1, 0.1)
+TINY = Axes([FLAGSHIP, "bf16"], heads=[2], batches=[2], kv_lens=[5, 70])
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedmla.bench.clocks._SECONDS", 0.0)
+    monkeypatch.setattr("pagedmla.bench.run.roof_of", lambda device: ROOF)
+    monkeypatch.setattr(command, "quick_cases", lambda: [Case(FLAGSHIP, 2, 1, 5)])
+
+
+def wide() -> Console:
+    return Console(file=io.StringIO(), width=160)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return " ".join(console.file.getvalue().split())
+
+
+def test_the_report_the_table_and_the_pictures(tmp_path: Path) -> None:
+    console, path = wide(), tmp_path / "deep" / "bench.json"
+    assert bench(TINY, quick=True, json_file=path, pictures=tmp_path, device=CPU, console=console)
+    report = json.loads(path.read_text())
+    assert {"about", "rows", "kernels", "host", "absent", "losing", "wrong", "unmeasured"} == report.keys()
+    assert report["about"]["roof"] == {"gb_per_s": 10.0, "tflop_per_s": 0.1, "fp8_tflop_per_s": 0.1}
+    assert report["about"]["versions"]["torch"] == torch.__version__
+    assert {row["source"] for row in report["rows"]} == {"measured", "model"}
+    measured = [row for row in report["rows"] if row["source"] == "measured"]
+    assert {(row["layout"], row["kv_len"]) for row in measured} == {
+        (layout, kv_len) for layout in (FLAGSHIP, "bf16") for kv_len in (5, 70)
+    }
+    assert all(row["correct"] for row in measured)
+    assert {row["device"] for row in measured} == {"CPU"}
+    assert {row["device"] for row in report["rows"] if row["source"] == "model"} == {"H200"}
+    assert report["wrong"] == report["unmeasured"] == []
+    assert {cost["what"] for cost in report["host"]} >= {"plan", "prepare", "allocator", "adapter", "launch"}
+    text = printed(console)
+    for phrase in (
+        "decode, one layer, measured on CPU",
+        "a model of H200: nothing was run",
+        "compiled kernels on H200 (model)",
+        "host time of a step's parts (measured)",
+        "floor: 10 GB/s and 0.1 TFLOP/s (FP8 0.1) of this CPU as this run measured them",
+        "bf16 H=2 2 x 70",
+    ):
+        assert phrase in text
+    for sentence in report["losing"] or ["pagedmla loses no case here to a peer"]:
+        assert sentence in text
+    for name in ("roofline", "context", "floor"):
+        assert (tmp_path / f"bench-{name}.png").stat().st_size > 10_000
+
+
+def test_time_that_ran_out_is_told() -> None:
+    """No case is begun after it, none is left out silently, and the first one always runs."""
+    console = wide()
+    made = Bench(CPU, console, seconds=0.0)
+    made.measure([Case("bf16", 1, 1, 5), Case("bf16", 1, 1, 6), Case("bf16", 1, 1, 7)])
+    assert {row.kv_len for row in made.rows} == {5}
+    assert made.report()["unmeasured"] == ["bf16, 1 heads, 1 x 6 keys", "bf16, 1 heads, 1 x 7 keys"]
+    assert "2 cases were left out after 0 s" in printed(console)
+
+
+def test_a_wrong_executor_is_told_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(self, step, q, out, lse, options) -> None:
+        out.zero_()
+
+    monkeypatch.setattr("pagedmla.plugin.executor_torch.TorchExecutor.attend", attend)
+    console = wide()
+    assert not bench(Axes(heads=[2], kv_lens=[5]), quick=True, executors=["torch"], device=CPU, console=console)
+    assert "WRONG" in printed(console)
+    assert "pagedmla torch is wrong: relative L2 1.0e+00" in printed(console)
+
+
+def test_growth_has_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = [
+        growth.Growth("attention", 1, "times", 2.0, 1.0, True),
+        growth.Growth("attention", 10, "times", 3.0, 1.5, False),
+    ]
+    monkeypatch.setattr(growth, "growth", lambda requests, contexts: iter(grown))
+    console = wide()
+    made = Bench(CPU, console)
+    made.growth()
+    assert [row["ratio"] for row in made.report()["growth"]] == [1.0, 1.5]
+    assert {row["executor"] for row in made.report()["balance"]} == {"cutlass", "triton"}
+    assert "how cost grows (measured)" in printed(console)
+    assert "balance of the schedules on ragged batches (model)" in printed(console)
+
+
+def test_a_terminal_of_80_columns_keeps_who_was_right_and_how_fast() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    cost = StepCost(1000, 1000)
+    row = make_row(
+        Case(FLAGSHIP, 16, 128, 131072), cost, 1234567.8, source="measured", device="CPU", contender="pagedmla torch",
+        reads=FLAGSHIP, roof=ROOF, fp8_mma=True, relative_l2=1e-3, tolerance=4e-3,
+    )  # fmt: skip
+    console.print(table.case_table([row], "measured", console.width))
+    for phrase in ("pagedmla torch", "yes", "1.0e-03", "1,234,567.8"):
+        assert phrase in printed(console)
+
+
+def test_pictures_refuse_to_mix(tmp_path: Path) -> None:
+    cost = StepCost(1000, 1000)
+    rows = [
+        make_row(Case(FLAGSHIP, 16, 1, 64), cost, 1.0, source=source, device=device, contender="a", reads="bf16",
+                 roof=ROOF, fp8_mma=True)
+        for source, device in (("measured", "CPU"), ("model", "H200"))
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="measured and model"):
+        pictures.draw(rows, ROOF, "title", tmp_path, "bench")
+    with pytest.raises(ValueError, match="got none"):
+        pictures.draw([], ROOF, "title", tmp_path, "bench")
+    written = pictures.draw(rows[1:], None, "title", tmp_path, "bench")  # no roof, no roofline
+    assert {path.name for path in written} == {"bench-context.png", "bench-floor.png"}
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)], env={"TERM": "dumb", "COLUMNS": "100"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU bench measures that")
+def test_the_command(tmp_path: Path) -> None:
+    result = run(
+        "--quick", "--heads", 2, "--kv-len", 5, "--q-len", 2, "--imbalanced", "--json", tmp_path / "bench.json"
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert {(row["heads"], row["kv_len"], row["q_len"], row["lengths"]) for row in rows} == {(2, 5, 2, "imbalanced")}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU --full is what it takes")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--layout", "fp9"], "fp9"),
+        (["--quick", "--full"], "--quick and --full: expected one of them"),
+        (["--full"], "--full: expected a GPU"),
+        (["--executor", "fast"], "--executor: expected one of cutlass, triton, torch"),
+        (["--q-len", 5, "--kv-len", 3], "kv_len: expected at least the 5 query tokens; got 3"),
+    ],
+)
+def test_wrong_usage_is_a_sentence(arguments: list[object], sentence: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert sentence in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is modelled")
+def test_without_a_compile_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedmla.bench.model.TRITON_TABLE", tmp_path / "compile-triton.json")
+    result = run("--quick")
+    assert result.exit_code == 2
+    assert "`pagedmla compile --json" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the page's commands are written for a CPU")
+def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/benchmark.md, in its order; the quick cases are tinier here."""
+    page = (Path(__file__).parents[2] / "docs" / "benchmark.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    assert [line[:2] for line in lines] == [["pagedmla", "bench"]] * 3
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        result = run(*line[2:])
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+    assert json.loads((tmp_path / "build" / "bench.json").read_text())["rows"]
+    assert len(list((tmp_path / "build" / "bench").glob("*.png"))) == 3
+
+
+def test_what_make_gpu_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its file is there after every case, so that a card that hangs keeps what came before."""
+    path = tmp_path / "gpu-cpu.json"
+    held = []
+    real = Bench.report
+
+    def report(self: Bench) -> dict[str, Any]:
+        made = real(self)
+        held.append(len(made["rows"]))
+        return made
+
+    monkeypatch.setattr(Bench, "report", report)
+    cases = [Case("bf16", 1, 1, 5), Case("bf16", 1, 1, 6)]
+    assert hopper.run(CPU, cases, tmp_path) == path
+    assert held == [4, 8, 8]
+    assert len(json.loads(path.read_text())["rows"]) == 8
+    assert (tmp_path / "gpu-cpu-floor.png").exists()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("sys.argv", ["hopper", "--out", str(tmp_path)])
+        with pytest.raises(SystemExit, match="2"):
+            hopper.main()
+        assert "no CUDA device to measure on" in capsys.readouterr().err
+
+
+def test_hosts_that_have_no_triton_have_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cost, "find_spec", lambda name: None)
+    assert {cost.what for cost in host_cost.measure((1,), 64, 0.0)} == {"plan", "prepare", "allocator", "adapter"}

@@ -1,0 +1,271 @@
+"""`pagedmla calibrate` without an engine: statistics by hand, scales on disk, what is recorded, what is refused.
+
+Numbers stand on e4m3's edges: 448 is the largest, 2^-9 the smallest, and 2^-10 the last that goes to 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pagedmla.plugin.calibrate import Calibration, _statistics, number_of, to_picture, verdict, write_scales
+from pagedmla.plugin.checkpoint_scales import INDEX, NAME, SHARD, _write_numbers, lay_over, read_scales
+from pagedmla.plugin.cli import app
+from pagedmla.plugin.latent_statistics import Errors, measure_layer, overall, per_tensor
+from pagedmla.plugin.vllm.scales import load_scales
+
+
+def rows(tokens: int = 64, latent: float = 1.0, rope: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(tokens, 512, generator=g) * latent, torch.randn(tokens, 64, generator=g) * rope
+
+
+# Statistics
+
+
+def test_codes_that_are_lost_by_hand() -> None:
+    latent, rope = torch.ones(1, 512), torch.ones(1, 64)
+    latent[0, :4] = torch.tensor([448.0, -449.0, 2.0**-9, 2.0**-10])
+    rope[0, 0] = 1000.0
+    one = per_tensor(latent, rope, 1.0)
+    assert one.saturated == 2 / 576
+    assert one.vanished == 1 / 576
+    assert one.errors.latent == pytest.approx(((1 / 449) ** 2 + 1) ** 0.5 / 512**0.5)  # 449 became 448, 2^-10 0
+    assert one.errors.rope == pytest.approx(0.552 / 64**0.5)
+    twice = per_tensor(latent, rope, 4.0)
+    assert (twice.saturated, twice.vanished) == (0, 2 / 576)
+
+
+def test_the_fitted_scale_is_the_largest_number_of_both() -> None:
+    latent, rope = rows(latent=2.0**12)
+    found = measure_layer("model.layers.0.self_attn.attn", latent.to(torch.bfloat16), rope.to(torch.bfloat16))
+    amax = float(latent.to(torch.bfloat16).abs().max())
+    assert (found.latent_amax, found.fitted.scale) == (amax, amax / 448)
+    assert found.unit.saturated > 0.7  # 512 of 576 columns have a sigma of 4096
+    assert found.fitted.saturated == 0
+    assert found.fitted.errors.latent < 0.03 < found.unit.errors.latent
+    assert measure_layer("layers.0.", latent, rope, margin=2.0).fitted.scale == float(latent.abs().max()) / 224
+
+
+def test_a_layer_of_zeros_has_a_scale() -> None:
+    found = measure_layer("layers.0.", torch.zeros(2, 512), torch.zeros(2, 64))
+    assert found.fitted.scale > 0
+    assert found.fitted.errors == Errors(0.0, 0.0)
+
+
+def test_recommendations() -> None:
+    usual = measure_layer("model.layers.0.a", *rows())
+    assert usual.recommended == "fp8_rope_bf16"
+    assert usual.layouts["fp8_rope_bf16"].rope < 0.003 < 0.02 < usual.layouts["fp8_flat"].rope
+    latent, rope = rows()
+    latent[:, :128] *= 2.0**20  # a token's scale is theirs, and the other columns go to 0
+    groups = measure_layer("model.layers.1.a", latent, rope)
+    assert groups.recommended == "fp8_ds_mla"
+    assert groups.layouts["fp8_rope_bf16"].latent == pytest.approx(0.75**0.5, rel=0.01)
+    assert groups.layouts["fp8_ds_mla"].latent < 0.03
+    latent[:, ::64] *= 2.0**20  # now in every group
+    columns = measure_layer("model.layers.2.a", latent, rope)
+    assert columns.recommended == "bf16"
+    broken = rows()[0]
+    broken[3, 5] = torch.inf
+    assert (
+        measure_layer("model.layers.3.a", broken, rope).reason
+        == "numbers that aren't finite: 1. Look for the cause first"
+    )
+    assert overall([usual, groups]) == overall([groups, usual]) == "fp8_ds_mla"
+    assert overall([columns, groups, usual]) == "bf16"
+
+
+# Scales on disk
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint of one file, with a scale of layer 1 that it brought along."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    _write_numbers(folder / "model.safetensors", {"model.norm.weight": 1.0, NAME.format(1): 0.5})
+    return folder
+
+
+def test_scales_are_laid_over_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    assert read_scales(model) == {1: 0.5}
+    out = tmp_path / "made" / "scaled"
+    lay_over(model, out, {0: 0.25, 1: 1 / 3})
+    assert read_scales(out) == {0: 0.25, 1: pytest.approx(1 / 3, rel=1e-7)}
+    assert (out / "config.json").read_text() == "{}"
+    index = json.loads((out / INDEX).read_text())["weight_map"]
+    assert index == {"model.norm.weight": "model.safetensors", NAME.format(0): SHARD, NAME.format(1): SHARD}
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+    again = tmp_path / "again"
+    lay_over(out, again, {0: 2.0})  # what was laid over can be laid over
+    assert read_scales(again) == {0: 2.0}
+    with pytest.raises(FileExistsError):
+        lay_over(model, out, {0: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({NAME.format(0): 0.0}, "expected a finite model.layers.0.self_attn.k_proj.k_scale > 0; got 0.0"),
+        ({NAME.format(0): float("nan")}, "> 0; got nan"),
+    ],
+)
+def test_scales_that_are_none(tmp_path: Path, written: dict[str, float], message: str) -> None:
+    _write_numbers(tmp_path / "model.safetensors", written)
+    with pytest.raises(ValueError, match=message):
+        read_scales(tmp_path)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected \*.safetensors to lay scales over; got none"):
+        lay_over(tmp_path, tmp_path / "out", {0: 1.0})
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match="expected a safetensors file"):
+        read_scales(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    _write_numbers(tmp_path / "other.safetensors", {"x": 1.0})
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {NAME.format(0): "other.safetensors"}}))
+    with pytest.raises(ValueError, match="as the index says; got none"):
+        read_scales(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["k_proj.k_scale", "attn.k_scale", "k_scale", "mla_attn.mla_attn.k_scale"])
+def test_names_that_tools_give(tmp_path: Path, name: str) -> None:
+    _write_numbers(tmp_path / "model.safetensors", {f"model.layers.3.self_attn.{name}": 0.125})
+    assert read_scales(tmp_path) == {3: 0.125}
+
+
+def test_layers_get_the_checkpoints_scales(model: Path) -> None:
+    """vLLM 0.32 makes room for k_scale in MLA layers of two kinds of checkpoint alone: DeepSeek's own served at 1."""
+    made = [SimpleNamespace(_k_scale=torch.ones(()), _k_scale_float=1.0) for _ in range(2)]
+    layers = {f"model.layers.{number}.self_attn.attn": layer for number, layer in enumerate(made)}
+    assert load_scales(str(model), layers.items()) == 1
+    first, second = layers.values()
+    assert (first._k_scale_float, float(first._k_scale)) == (1.0, 1.0)
+    assert (second._k_scale_float, float(second._k_scale)) == (0.5, 0.5)
+    assert load_scales("deepseek-ai/DeepSeek-V3", layers.items()) == 0
+
+
+# The recorder
+
+
+def test_the_recorder_keeps_so_many_live_tokens() -> None:
+    from pagedmla.plugin.vllm.recorder import Recorder
+
+    kept = Recorder(3)
+    latent, rope = torch.arange(8.0).view(4, 2), torch.arange(4.0).view(4, 1)
+    kept.add("a", latent, rope, torch.tensor([5, -1, 6, -1]))
+    kept.add("a", latent + 10, rope + 10, torch.tensor([7, 8, 9, 10]))
+    kept.add("b", latent, rope, torch.tensor([-1, -1, -1, -1]))
+    latent.zero_()  # the engine's buffers are reused
+    assert kept.rows()["a"][0].tolist() == [[0, 1], [4, 5], [10, 11]]
+    assert kept.rows()["a"][1].tolist() == [[0], [2], [10]]
+    assert kept.rows()["b"][0].shape == (0, 2)
+
+
+def test_an_extension_records_once() -> None:
+    from pagedmla.plugin.vllm import recorder
+
+    worker = recorder.RecordsExtension()
+    with pytest.raises(RuntimeError, match="expected pagedmla_record before it"):
+        worker.pagedmla_recorded()
+    worker.pagedmla_record(8)
+    assert recorder.recorder is not None
+    recorder.recorder.add("model.layers.0.attn", *rows(4), torch.arange(4))
+    found = worker.pagedmla_recorded()
+    assert recorder.recorder is None
+    assert found["model.layers.0.attn"]["tokens"] == 4
+    assert _statistics(json.loads(json.dumps(found["model.layers.0.attn"]))) == measure_layer(
+        "model.layers.0.attn", *rows(4)
+    )
+
+
+# The command
+
+
+@pytest.fixture
+def found() -> Calibration:
+    layers = [measure_layer(f"model.layers.{i}.self_attn.attn", *rows(latent=2.0**i)) for i in (2, 10)]
+    return Calibration("somewhere/model", 64, 1.0, tuple(layers))
+
+
+def test_report(found: Calibration, tmp_path: Path) -> None:
+    assert number_of("layers.12.self_attn") == 12
+    assert found.scales() == {2: found.layers[0].fitted.scale, 10: found.layers[1].fitted.scale}
+    assert verdict(found).startswith("recommended: fp8_rope_bf16 (layer 2: latents lose 2.")
+    content = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert [_statistics(each) for each in content["layers"]] == list(found.layers)
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
+    to_picture(found, tmp_path / "latents.png")
+    assert (tmp_path / "latents.png").stat().st_size > 10_000
+
+
+def test_scales_of_a_model_that_is_not_here(found: Calibration, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a checkpoint in a local folder; got .*somewhere/model\. Download it"):
+        write_scales(found, tmp_path / "out")
+
+
+def invoke(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["calibrate", *arguments], env={"COLUMNS": "400", "TERM": "dumb"})
+    assert done.exit_code == 2
+    return " ".join(done.output.split())
+
+
+def test_misuse(tmp_path: Path, model: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("some text")
+    assert "does not exist" in invoke(str(model), "--text", str(tmp_path / "none"))
+    assert "a folder that isn't there yet" in invoke(str(model), "--text", str(text), "--write-scales", str(tmp_path))
+    assert "a model in a local folder" in invoke(
+        "org/name", "--text", str(text), "--write-scales", str(tmp_path / "new")
+    )
+
+
+def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedmla.plugin.calibrate.find_spec", lambda name: None)
+    text = tmp_path / "text"
+    text.write_text("some text")
+    assert "vLLM, which isn't installed: pip install pagedmla[vllm]" in invoke(str(tmp_path), "--text", str(text))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kv_lora_rank": 512, "index_topk": 2048}, "expected a dense MLA model .*sparse attention, DeepSeek V3.2"),
+        ({"model_type": "llama"}, "expected an MLA model, whose config has kv_lora_rank; got model_type llama"),
+    ],
+)
+def test_models_that_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object], message: str
+) -> None:
+    """The engine's own refusal stands at the end of a trace of a hundred lines."""
+    from pagedmla.plugin.calibrate import _check_model
+
+    engine = ModuleType("vllm.transformers_utils.config")
+    engine.get_config = lambda model, trust_remote_code: SimpleNamespace(**config)  # type: ignore[attr-defined]
+    for name, module in {
+        "vllm": ModuleType("vllm"),
+        "vllm.transformers_utils": ModuleType("vllm.transformers_utils"),
+        "vllm.transformers_utils.config": engine,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(ValueError, match=message):
+        _check_model(str(tmp_path))
+    with pytest.raises(ValueError, match="which isn't there"):
+        _check_model(str(tmp_path / "nowhere"))
+
+
+def test_an_empty_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagedmla.plugin.calibrate.find_spec", lambda name: object())
+    text = tmp_path / "text"
+    text.write_text(" \n")
+    assert "text: expected some text to read; got none" in invoke(str(tmp_path), "--text", str(text))
