@@ -19,7 +19,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: run test test-cutlass test-engine test-sglang test-max test-all fuzz gpu lint clean help
+.PHONY: run test test-cutlass test-engine test-sglang test-max test-all fuzz bench gpu lint clean help
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -64,11 +64,14 @@ test-cutlass: .venv/.develop ## install the CUTLASS DSL and compile every varian
 	$(PIP) --editable '.[cutlass]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) tests/cutlass_kernels
 
-test-all: test test-cutlass test-engine ## all tests: every cache format and engine feature, an engine start each
+test-all: test test-cutlass test-engine test-sglang test-max ## all tests: every cache format and engine feature, an engine start each
 	$(ENGINE)/pytest tests/engine --ignore=tests/engine/test_short.py
 
 fuzz: .venv/.develop ## STEPS random steps of a serving engine from SEED, against float64; a script for each failure
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --steps $(STEPS) --seed $(SEED)
+
+bench: .venv-engine/.package ## the benchmark beside vLLM's CPU kernel, with how cost grows
+	OMP_NUM_THREADS=1 $(ENGINE)/pagedmla bench --growth --seconds 300 --json build/bench/cpu.json
 
 # A kernel that hangs or faults takes its process with it: xdist replaces the worker, and its test counts as failed.
 ON_GPU = PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(GPU_PYTHON) -m
