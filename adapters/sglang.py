@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedmla.adapters.vllm import LayerPools, Rows, first_rows, step_rows
+from pagedmla.adapters.rows import LayerPools, Rows, first_rows, step_rows
 from pagedmla.kv_cache.checks import ceildiv, dtype_name, expect_same_device, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat, Fp8RopeBf16, get_layout, per_tensor_scale
 

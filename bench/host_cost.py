@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 import pagedmla
-from pagedmla.adapters.vllm import layer_pools, step_rows, write_cache_lengths
+from pagedmla.adapters.rows import step_rows
+from pagedmla.adapters.vllm import layer_pools, write_cache_lengths
 from pagedmla.bench.cases import FLAGSHIP, PAGE_SIZE, SM_SCALE
 from pagedmla.bench.clocks import least_microseconds
 from pagedmla.bench.peers import hide_checkout

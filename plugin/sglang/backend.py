@@ -19,14 +19,14 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.runtime_context import get_parallel, get_schedule, get_spec
 from torch import Tensor
 
+from pagedmla.adapters.rows import Rows, first_rows
 from pagedmla.adapters.sglang import Lengths, StepBuffers
-from pagedmla.adapters.vllm import Rows, first_rows
 from pagedmla.kv_cache.checks import refuse
+from pagedmla.plugin.bound import BoundRows
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.sglang.layers import Layers
 from pagedmla.plugin.sglang.refusals import refuse_runner, refuse_verify
 from pagedmla.plugin.sglang.settings import BACKEND
-from pagedmla.plugin.vllm.bound import BoundRows
 
 
 class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is not there for a plain type check

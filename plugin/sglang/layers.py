@@ -12,11 +12,11 @@ from torch import Tensor
 import pagedmla
 from pagedmla.adapters.sglang import layer_pools, layout_of
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat
+from pagedmla.plugin.bound import BoundLayer, Stores
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.sglang.pool import PagedMLATokenToKVPool
 from pagedmla.plugin.sglang.refusals import refuse_layer
 from pagedmla.plugin.sglang.settings import CACHE_SWITCH
-from pagedmla.plugin.vllm.bound import BoundLayer
 
 logger = logging.getLogger("sglang.pagedmla")  # below "sglang", where the engine's log handlers are
 
@@ -33,6 +33,7 @@ class Layers:
         self.layout = _layout(pool)
         self._plans: dict[tuple[int, float], Plan] = {}
         self._bound: dict[int, tuple[tuple[Any, ...], BoundLayer]] = {}
+        self._stores = Stores()
         self._outgrown: list[BoundLayer] = []  # captured graphs read the memory that they were captured with
         self._unscaled = False
 
@@ -81,7 +82,7 @@ class Layers:
         scale = self._k_scale(layer, buffer.device) if isinstance(self.layout, Fp8Flat) else None
         pools = layer_pools(buffer, self.pool.page_size, self.layout, scale)
         plan = self.plan(layer.tp_q_head_num, layer.scaling)
-        bound = BoundLayer(f"layer {layer.layer_id}", pools, plan)
+        bound = BoundLayer(f"layer {layer.layer_id}", pools, plan, self._stores)
         self._bound[layer.layer_id] = key, bound
         return bound
 

@@ -18,8 +18,8 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 from torch import Tensor
 
 import pagedmla
+from pagedmla.adapters.rows import store_values
 from pagedmla.adapters.sglang import layer_pools, slot_bytes, split_slots
-from pagedmla.adapters.vllm import store_values
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 from pagedmla.plugin.sglang.settings import BACKEND
 

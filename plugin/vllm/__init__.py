@@ -6,7 +6,6 @@
 | backend         | what we can serve, and the sentences for what we can't                   |
 | cache_dtypes    | --kv-cache-dtype names, and the bytes that a token takes                 |
 | builder         | once a step: the engine's metadata as rows, and which call serves them   |
-| bound           | what a step and a layer bring, checked once each                         |
 | dense           | long prompts: keys projected up, dense attention                         |
 | choices         | the line of the log that says what was chosen and why                    |
 | impl            | once a layer: store, and attention of decode, prompt and mixed steps     |
@@ -14,6 +13,8 @@
 | counters        | which layer ran which kind of step on which executor                     |
 | recorder        | latents as they are stored, for `pagedmla calibrate`; off unless asked   |
 | cpu_platform    | the engine on a machine without a GPU, for tests and the demonstration   |
+
+What a step and a layer bring is bound by `pagedmla.plugin.bound`, as for SGLang.
 
 `entry_points` and this file load in every process of every vLLM user: they import vLLM inside functions.
 """

@@ -29,10 +29,11 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 import pagedmla
-from pagedmla.adapters.vllm import first_rows, layout_of, step_rows, write_cache_lengths
+from pagedmla.adapters.rows import first_rows, step_rows
+from pagedmla.adapters.vllm import layout_of, write_cache_lengths
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat
+from pagedmla.plugin.bound import BoundRows, Stores
 from pagedmla.plugin.vllm import dense
-from pagedmla.plugin.vllm.bound import BoundRows, Stores
 from pagedmla.plugin.vllm.cache_dtypes import ROPE_COLUMNS
 from pagedmla.plugin.vllm.choices import choices_line
 from pagedmla.plugin.vllm.dense import DenseCalls, DensePrompts

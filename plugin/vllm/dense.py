@@ -33,10 +33,10 @@ from torch import Tensor
 
 from pagedmla.kv_cache.checks import ceildiv, checks_enabled, quoted, refuse
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
+from pagedmla.plugin.bound import BoundLayer
 from pagedmla.plugin.executors import Choice, Configuration, choose
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.step import Step, bind_step
-from pagedmla.plugin.vllm.bound import BoundLayer
 
 SWITCH = "PAGEDMLA_DENSE_PREFILL"
 

@@ -14,9 +14,9 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 
 from pagedmla.adapters.vllm import layer_pools
 from pagedmla.kv_cache.layouts import Fp8Flat
+from pagedmla.plugin.bound import BoundLayer, Stores
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.vllm import recorder
-from pagedmla.plugin.vllm.bound import BoundLayer, Stores
 from pagedmla.plugin.vllm.builder import PagedMLAMetadata
 from pagedmla.plugin.vllm.counters import count, describe_layer
 

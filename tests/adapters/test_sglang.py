@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import pagedmla
+from pagedmla.adapters.rows import store_values
 from pagedmla.adapters.sglang import (
     LAYOUTS,
     Lengths,
@@ -23,7 +24,6 @@ from pagedmla.adapters.sglang import (
     slot_bytes,
     split_slots,
 )
-from pagedmla.adapters.vllm import store_values
 from pagedmla.kv_cache.layouts import get_layout
 
 CONTEXT = 200

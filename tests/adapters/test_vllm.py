@@ -12,18 +12,8 @@ import torch
 from torch import Tensor
 
 import pagedmla
-from pagedmla.adapters.vllm import (
-    CACHE_DTYPES,
-    LayerPools,
-    Rows,
-    check_version,
-    layer_pools,
-    layout_of,
-    row_bytes,
-    step_rows,
-    store_values,
-    write_cache_lengths,
-)
+from pagedmla.adapters.rows import LayerPools, Rows, step_rows, store_values
+from pagedmla.adapters.vllm import CACHE_DTYPES, check_version, layer_pools, layout_of, row_bytes, write_cache_lengths
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 
 BLOCKS, P = 7, 16

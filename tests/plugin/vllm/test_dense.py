@@ -16,7 +16,7 @@ import pagedmla
 from pagedmla.adapters.vllm import layer_pools
 from pagedmla.kv_cache.layouts import get_layout
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
-from pagedmla.plugin.vllm.bound import BoundLayer
+from pagedmla.plugin.bound import BoundLayer
 from pagedmla.plugin.vllm.dense import DenseCalls, DensePrompts, Span, least_queries, spans
 
 H, NOPE, ROPE, LATENT, VALUE = 2, 16, 64, 512, 24

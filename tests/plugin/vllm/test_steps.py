@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pagedmla
 from pagedmla.kv_cache.layouts import get_layout
-from pagedmla.plugin.vllm.bound import Stores
+from pagedmla.plugin.bound import Stores
 
 H, NOPE, ROPE, LATENT, VALUE = 3, 16, 64, 512, 24
 P, BLOCKS = 16, 9

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 import pagedmla
-from pagedmla.adapters.vllm import layer_pools, step_rows, write_cache_lengths
+from pagedmla.adapters.rows import step_rows
+from pagedmla.adapters.vllm import layer_pools, write_cache_lengths
 from pagedmla.kv_cache.checks import DroppedStoreWarning
 from pagedmla.kv_cache.layouts import get_layout
+from pagedmla.plugin import bound
+from pagedmla.plugin.bound import BoundLayer, BoundRows, Stores
 from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor
-from pagedmla.plugin.vllm import bound
-from pagedmla.plugin.vllm.bound import BoundLayer, BoundRows, Stores
 
 H, P, BLOCKS, TOKENS = 3, 16, 9, 20
 SCALE = 0.1

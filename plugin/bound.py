@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import pagedmla
-from pagedmla.adapters.vllm import LayerPools, Rows, store_values
+from pagedmla.adapters.rows import LayerPools, Rows, store_values
 from pagedmla.kv_cache.checks import DroppedStoreWarning, checks_enabled
 from pagedmla.plugin.executors import AttendOptions
 from pagedmla.plugin.plan import Plan
