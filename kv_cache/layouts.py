@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pagedmla.kv_cache.checks import ceildiv, describe, dtype_name, expect_int, expect_tensor, refuse
 from pagedmla.kv_cache.paged_tensor import PagedTensor
-from pagedmla.kv_cache.quantise import SCALE_DTYPES, check_sigma, quantise_group, saturating_cast, sigma_of
+from pagedmla.kv_cache.quantise import SCALE_DTYPES, check_sigma, decode_e4m3, quantise_group, saturating_cast, sigma_of
 
 E4M3 = torch.float8_e4m3fn
 
@@ -342,7 +342,7 @@ class Fp8Flat(CacheLayout):
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         sigma = _need_scales(self, self._check_rows(values, scales))
         columns = torch.arange(self.width, device=values.device) // self.scale_group
-        return _as_e4m3(values).to(dtype) * sigma.to(dtype)[..., columns]
+        return decode_e4m3(_as_e4m3(values), dtype) * sigma.to(dtype)[..., columns]
 
     def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
         rows = _as_e4m3(values)
@@ -400,7 +400,7 @@ class Fp8RopeBf16(CacheLayout):
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         sigma = _need_scales(self, self._check_rows(values, scales)).to(dtype)
         latent, rope = self._latent_and_rope(values)
-        return torch.cat((latent.to(dtype) * sigma, self._read_rope(rope.to(dtype), sigma)), -1)
+        return torch.cat((decode_e4m3(latent, dtype) * sigma, self._read_rope(rope.to(dtype), sigma)), -1)
 
     def _stored_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
         return saturating_cast(rope, torch.bfloat16)
@@ -497,7 +497,7 @@ class Fp8DsMla(CacheLayout):
         values = values.contiguous()
         latent, rope = self._latent_and_rope(values)
         sigma = self._inline(values).to(dtype).repeat_interleave(self.GROUP, -1)[..., : self.latent]
-        return torch.cat((latent.to(dtype) * sigma, rope.to(dtype)), -1)
+        return torch.cat((decode_e4m3(latent, dtype) * sigma, rope.to(dtype)), -1)
 
     def _inline(self, values: Tensor) -> Tensor:
         return values[..., self.latent : self.latent + 4 * self.groups].view(torch.float32)

@@ -19,6 +19,7 @@ from torch import Tensor
 from pagedmla.kv_cache.quantise import (
     E4M3_MAX,
     SIGMA_FLOOR,
+    decode_e4m3,
     encode_e4m3,
     quantise_group,
     round_up_to_power_of_two,
@@ -220,3 +221,12 @@ def test_powers_of_two_stay_below_the_ceiling() -> None:
     assert bool((quantise_group(x, sigma).to(torch.float16) * sigma).isfinite().all())
     assert sigma_of(x, scale_dtype=torch.float16).item() == 146.125
     assert sigma_of(torch.tensor([torch.finfo(torch.float32).max]), power_of_two=True).item() == 2.0**119
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_every_code_decodes_as_torch_has_it(dtype: torch.dtype) -> None:
+    """On a CPU codes go through a table: each of them, also in a view whose columns aren't adjacent, to the bit."""
+    codes = torch.arange(256).repeat_interleave(2).to(torch.uint8).view(128, 4)[:, ::2].view(torch.float8_e4m3fn)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    assert torch.equal(decode_e4m3(codes, dtype).view(bits), codes.to(dtype).view(bits))
+    assert decode_e4m3(codes[:0], dtype).shape == (0, 2)
