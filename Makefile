@@ -33,8 +33,8 @@ COUNT = awk -v terminal="$$([ -t 2 ] && echo 1 || true)" \
   '/^Collecting / { n++; if (terminal) printf "\r%6d  %-60.60s", n, $$2 } \
    /^Installing / { printf "%s%6d packages are being installed%30s\n", terminal ? "\r" : "", n, "" } { fflush() }'
 
-run: .venv-engine/.package ## serve the tiny model through the real vLLM engine, on this machine's CPU
-	$(ENGINE)/python examples/serve_tiny_model.py
+run: .venv-engine/.package ## serve the tiny model in the real vLLM engine, on this CPU; CACHE=fp8 and others to compare
+	$(ENGINE)/python examples/serve_tiny_model.py $(if $(CACHE),--cache $(CACHE))
 
 test: lint ## install the tests' needs, lint, type-check and run every test
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \

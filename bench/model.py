@@ -13,7 +13,7 @@ the second read of keys by a second tile of rows and the merge of splits aren't 
 request with fewer pays for the padding. `split_queries` marks float16 queries in two bfloat16 parts.
 
 **Steps** (`step_rows`): microseconds of a case, in the format of measured rows. CUTLASS by its time model
-(cutlass_kernels/time_model.py); Triton by the bound above alone, so its row says "at least".
+(cutlass_kernels/time_model.py); Triton by the bound above alone: its row says "at least" and has no share of a floor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import pagedmla
 from pagedmla.bench.cases import PAGE_SIZE, Case
 from pagedmla.bench.contenders import OURS
-from pagedmla.bench.rows import MODEL, Row, make_row
+from pagedmla.bench.rows import AT_LEAST, MODEL, Row, make_row
 from pagedmla.cutlass_kernels import time_model
 from pagedmla.cutlass_kernels.tiles import KEYS, WARPGROUPS
 from pagedmla.cutlass_kernels.variants import Variant
@@ -141,11 +141,16 @@ def _variant(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compile_table(path: Path) -> list[dict[str, Any]]:
-    """Rows that `pagedmla compile --json` wrote. FileNotFoundError says how to."""
+def expect_table(path: Path) -> None:
+    """FileNotFoundError says how to write a compile table that isn't there."""
     if not path.exists():
         executor = " --executor cutlass" if path.name == CUTLASS_TABLE.name else ""
         raise FileNotFoundError(f"{path}: no such compile table; `pagedmla compile{executor} --json {path}` writes it")
+
+
+def compile_table(path: Path) -> list[dict[str, Any]]:
+    """Rows that `pagedmla compile --json` wrote. FileNotFoundError says how to."""
+    expect_table(path)
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return rows
 
@@ -165,6 +170,12 @@ def step_rows(case: Case, gpu: Gpu, triton: Iterable[dict[str, Any]], cutlass: I
         )
         for name, microseconds in found
     ]  # fmt: skip
+
+
+def usual_trip(row: dict[str, Any], variant: Variant) -> float:
+    """Instructions of a consumer warp's usual trip, by a variant's row of the compile table, producer included."""
+    every = row["warp_instructions_per_token"] * _TOKENS_A_TRIP / _CONSUMER_WARPS
+    return float(every - time_model.rare_instructions(variant.shape))
 
 
 def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -194,7 +205,7 @@ def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Ite
             q_len=case.q_len,
             heads=case.heads,
             partitions=pieces,
-            consumer_instructions=rows[variant.name]["warp_instructions_per_token"] * _TOKENS_A_TRIP / _CONSUMER_WARPS,
+            consumer_instructions=usual_trip(rows[variant.name], variant),
         )
         form = variant.shape.precision + (f"x{variant.shape.terms}" if variant.shape.precision == "fp8" else "")
         yield f"{OURS}cutlass {form}", microseconds
@@ -222,7 +233,7 @@ def _triton_step(case: Case, gpu: Gpu, cost: StepCost, table: Iterable[dict[str,
     tiles = -(-rows // size)
     per_key = max(floor.memory, tiles * floor.issue, tiles * floor.tensor)
     io_us = cost.bytes / gpu.terabytes_per_second * 1e-6
-    yield f"{OURS}triton (at least)", max(io_us, sum(case.kv_lens) * per_key / MULTIPROCESSORS[gpu] / 1e3)
+    yield f"{OURS}triton{AT_LEAST}", max(io_us, sum(case.kv_lens) * per_key / MULTIPROCESSORS[gpu] / 1e3)
 
 
 def _memory_ns(bytes_per_token: float, gpu: Gpu) -> float:

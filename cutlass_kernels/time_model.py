@@ -90,8 +90,13 @@ def shared_cycles(shape: Shape) -> float:
     return (copies_in + keys + queries + values + probabilities) / SHARED_BYTES_A_CYCLE
 
 
+def rare_instructions(shape: Shape) -> int:
+    """Of a consumer warp's trip, those in branches that a usual trip doesn't take: O scaled anew, keys masked."""
+    return 2 * COLUMN_TILES * shape.rows // 2 + 2 * shape.rows // 2
+
+
 def tile_cycles(variant: Variant, gpu: Gpu, consumer_instructions: float) -> TileCycles:
-    """`consumer_instructions`: what one consumer warp issues for a trip, which covers two tiles."""
+    """`consumer_instructions`: what one consumer warp issues for a usual trip, which covers two tiles."""
     bytes_per_token = get_layout(variant.layout).bytes_per_token
     bytes_a_cycle = gpu.terabytes_per_second * 1e3 / (SMS * clock_ghz(gpu))
     return TileCycles(

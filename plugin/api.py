@@ -156,7 +156,9 @@ def store(
         slot_mapping=slot_mapping,
         scales_slot_mapping=scales_slot_mapping,
     )
-    chosen = choose(Configuration("store", latent.device, step.layout, None, step.cache.page_size), executor).executor
+    dtype = torch.promote_types(latent.dtype, rope.dtype)
+    wanted = Configuration("store", latent.device, step.layout, None, step.cache.page_size, dtype)
+    chosen = choose(wanted, executor).executor
     if slot_mapping is None:
         step.decode_requests()  # refuses a split that isn't the step's
         step.check_writes(check)

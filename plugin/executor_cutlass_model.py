@@ -49,6 +49,7 @@ class CutlassModelExecutor(TorchExecutor):
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
         from pagedmla.cutlass_kernels import launch_checks, model
 
+        q = q.detach()  # numpy takes no tensor that requires grad
         requests, tokens = step.decode_rows()
         whole = requests == step.batch
         rows = slice(0, step.num_tokens if whole else tokens)  # whole: padding behind the last request too

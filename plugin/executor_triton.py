@@ -42,7 +42,7 @@ class PartialStates(Workspace):
 
 class TritonExecutor(Executor):
     name = "triton"
-    summary = "Triton kernels on the GPU"
+    summary = "Triton kernels"
     only_launches = True
 
     def refusal(self, configuration: Configuration) -> str | None:
@@ -166,7 +166,7 @@ class TritonExecutor(Executor):
     def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
         from pagedmla.triton_kernels.merge import merge
 
-        merge(outs, lses, out, lse)
+        merge(outs, lses.to(torch.float32), out, lse)
 
 
 def _fits(options: AttendOptions, tokens: int, heads: int) -> bool:

@@ -21,6 +21,7 @@ from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.plugin.step import Step
 
 AUTO = "auto"
+EXECUTORS_SWITCH = "PAGEDMLA_EXECUTORS"
 PRECISIONS = (AUTO, "fp8", "fp8x2", "fp16")
 """What an executor with a choice rounds queries and weights to before it multiplies them with an FP8 cache: queries to
 e4m3 in one term (in two where one gains no time) or in two, weights to e4m3; or both to float16. "auto" is up to it."""
@@ -162,6 +163,7 @@ class Choice:
     reason: str
     passed_over: tuple[tuple[str, str], ...]
     asked_for: bool = False  # by name
+    last_resort: bool = False  # it isn't expected to win, and every one that is can't run this
 
 
 def choose(configuration: Configuration, requested: str = AUTO, capacity: Capacity | None = None) -> Choice:
@@ -194,7 +196,8 @@ def choose(configuration: Configuration, requested: str = AUTO, capacity: Capaci
         obstacle = _load(executor, configuration, capacity)
         if obstacle is None:
             del obstacles[executor.name]
-            return Choice(executor, f"the first that can run it ({executor.summary})", tuple(obstacles.items()))
+            reason = f"the first that can run it ({executor.summary})"
+            return Choice(executor, reason, tuple(obstacles.items()), last_resort=True)
         obstacles[executor.name] = obstacle
     reasons = "; ".join(f"{name}: {reason}" for name, reason in obstacles.items())
     refuse("executor", f"one that can run {configuration}", f"none ({reasons})")
@@ -226,9 +229,9 @@ def _load(executor: Executor, configuration: Configuration, capacity: Capacity |
 
 
 def _preference(operation: str) -> list[Executor]:
-    edited = os.environ.get("PAGEDMLA_EXECUTORS", "").strip()
+    edited = os.environ.get(EXECUTORS_SWITCH, "").strip()
     if edited:
-        listed = [_named(name.strip(), "PAGEDMLA_EXECUTORS") for name in edited.split(",")]
+        listed = [_named(name.strip(), EXECUTORS_SWITCH) for name in edited.split(",")]
     else:
         listed = list(executors())
     serving = [executor.serving(operation) for executor in listed]

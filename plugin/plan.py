@@ -6,6 +6,7 @@ that a captured graph replays with other lengths and tables. It refuses what exc
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from pagedmla.kv_cache.validation import check_ids, live_pages
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 from pagedmla.plugin.executors import (
     AUTO,
+    EXECUTORS_SWITCH,
     AttendOptions,
     Capacity,
     Choice,
@@ -88,6 +90,23 @@ class Plan:
         self._at_most("tokens", self.max_tokens, step.num_tokens)
         if step.on_host and step.batch:
             self._at_most("keys", self.max_cache_length, int(step.kv_lens().max()))
+
+    def check_engine(self) -> None:
+        """ValueError where an engine's steps would go to an executor that nobody named and that isn't meant for them.
+
+        A layer would be right, and the engine slow without a word: on a GPU without Triton, say.
+        """
+        if os.environ.get(EXECUTORS_SWITCH, "").strip():
+            return
+        for operation, choice in (("attend", self.attend_choice), ("store", self.store_choice)):
+            if choice.last_resort:
+                name = choice.executor.name
+                refuse(
+                    "pagedmla",
+                    f"an executor that is meant to {operation} on {self.device.type}",
+                    "none (" + "; ".join(f"{each}: {why}" for each, why in choice.passed_over) + ")",
+                    f"{EXECUTORS_SWITCH}={name} takes {name} all the same.",
+                )
 
     def partitions(self, step: Step) -> int:
         """Partitions of a step's decode rows: what the values' dispatch metadata asks for, else the plan's number, else

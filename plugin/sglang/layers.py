@@ -52,6 +52,7 @@ class Layers:
                 device=self.pool.kv_buffer[0].device,
                 sm_scale=sm_scale,
             )
+            made.check_engine()
             attend, store = made.attend_choice, made.store_choice
             logger.info(
                 "pagedmla %s: %s; attention: %s (%s); store: %s (%s). PAGEDMLA_EXECUTORS chooses otherwise",

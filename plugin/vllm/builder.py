@@ -83,11 +83,21 @@ class PagedMLABuilder(MLACommonMetadataBuilder[PagedMLAMetadata]):  # type: igno
             device=device,
             sm_scale=layers[0].impl.scale,
         )
+        self.plan.check_engine()
         if isinstance(self.layout, Fp8Flat):
             model = vllm_config.model_config.model
             loaded = load_scales(model, zip(layer_names, layers))
             if loaded:
                 logger.info_once("pagedmla: k_scale of %d of %d layers from %s", loaded, len(layers), model)
+            unscaled = sum(layer._k_scale_float == 1.0 for layer in layers)
+            if unscaled:
+                logger.warning_once(
+                    "pagedmla: %d of %d layers have no k_scale, or 1: their rows are stored with scale 1, which clamps "
+                    "numbers beyond 448 and loses bits of those below 0.02. `pagedmla calibrate` writes scales; they "
+                    "are read from a local folder. A cache of fp8_rope_bf16 needs none",
+                    unscaled,
+                    len(layers),
+                )
         stores = Stores()
         for name, layer in zip(layer_names, layers):
             layer.impl.bind(name, layer, self.plan, stores)

@@ -34,5 +34,5 @@ def register() -> None:
 
 
 def cpu_platform() -> str | None:
-    """The platform class where PAGEDMLA_CPU_PLATFORM=1 asks for it; else None, and vLLM chooses as ever."""
-    return PLATFORM if os.environ.get(PLATFORM_SWITCH) == "1" else None
+    """The platform class where PAGEDMLA_CPU_PLATFORM=1 (true, yes, on) asks for it; else None: vLLM chooses as ever."""
+    return PLATFORM if os.environ.get(PLATFORM_SWITCH, "").strip().lower() in ("1", "true", "yes", "on") else None

@@ -52,9 +52,7 @@ def executed(code: Sequence[Instruction], variant: Variant) -> tuple[int, int]:
     """
     trip, inner, idle = trip_of_consumer(code)
     every = len(trip.body) + (LATENT // SCORE_CHUNK - 1) * sum(len(loop.body) for loop in inner)
-    rescale = 2 * COLUMN_TILES * variant.shape.rows // 2
-    mask = 2 * variant.shape.rows // 2
-    return every, every - rescale - mask - sum(len(loop.body) for loop in idle)
+    return every, every - time_model.rare_instructions(variant.shape) - sum(len(loop.body) for loop in idle)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

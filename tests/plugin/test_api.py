@@ -129,6 +129,7 @@ def test_what_can_run_without_winning_is_the_fallback() -> None:
     chosen = choose(configuration("meta"))
     assert chosen.executor.name == "torch"
     assert chosen.reason.startswith("the first that can run it")
+    assert chosen.last_resort
     assert dict(chosen.passed_over) == {
         "cutlass": "it runs on Hopper GPUs, not on meta",
         "triton": "Triton kernels run on cuda and cpu devices, not on meta",

@@ -155,6 +155,43 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     assert TritonExecutor().refusal(usual) == "triton isn't installed: pip install pagedmla[triton]"
 
 
+def test_an_engine_is_not_served_by_an_executor_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU without Triton the engine went on with torch, which syncs once a layer, and only its log said so."""
+    from pagedmla.plugin import executor_triton
+    from pagedmla.plugin.plan import outline
+
+    monkeypatch.delenv("PAGEDMLA_EXECUTORS", raising=False)
+    usual = {
+        "layout": "fp8_rope_bf16", "num_heads": 16, "page_size": 64, "max_batch": 8, "max_tokens": 8,
+        "max_cache_length": 4096, "dtype": torch.bfloat16, "sm_scale": 0.1,
+    }  # fmt: skip
+    outline(**usual, device="cuda").check_engine()
+    outline(**usual, device="cpu").check_engine()
+    monkeypatch.setattr(executor_triton, "find_spec", lambda name: None)
+    made = outline(**usual, device="cuda")
+    sentence = r"expected an executor that is meant to attend on cuda; got none \(.*triton: triton isn't installed.*"
+    with pytest.raises(ValueError, match=sentence + "PAGEDMLA_EXECUTORS=torch takes torch all the same"):
+        made.check_engine()
+    monkeypatch.setenv("PAGEDMLA_EXECUTORS", "torch")
+    made.check_engine()
+
+
+def test_float64_is_taken_where_the_public_call_takes_it() -> None:
+    """LSEs in float64 were refused under an inner name, and so were latents, whose calls "auto" gave to Triton."""
+    outs, lses = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, dtype=torch.float64)
+    (out, lse), (expected, expected_lse) = (
+        pagedmla.merge_states(outs, lses, executor=name) for name in ("triton", "torch")
+    )
+    assert torch.allclose(out, expected, atol=1e-6)
+    assert torch.allclose(lse, expected_lse, atol=1e-6)
+    pool = pagedmla.PagePool("fp8_rope_bf16", num_layers=1, page_size=16, num_pages=2)
+    pool.allocate("a")
+    values = pool.values(["a"], [1]).values
+    latent, rope = torch.zeros(1, 512, dtype=torch.float64), torch.zeros(1, 64)
+    with pytest.raises(ValueError, match="'triton', but the kernels compute in float32 at most, not in float64"):
+        pagedmla.store(latent, rope, values, 0, layout=pool.layout, executor="triton")
+
+
 def test_how_many_parts_a_plan_takes_by_itself() -> None:
     """Two small blocks or a large one for each of 132 multiprocessors, no part under 128 keys, never by lengths."""
     usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), 16, 64, torch.bfloat16)

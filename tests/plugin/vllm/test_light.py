@@ -34,7 +34,10 @@ def test_entry_points_load_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(("setting", "platform"), [(None, None), ("", None), ("0", None), ("1", PLATFORM)])
+@pytest.mark.parametrize(
+    ("setting", "platform"),
+    [(None, None), ("", None), ("0", None), ("1", PLATFORM), ("true", PLATFORM), (" Yes", PLATFORM), ("off", None)],
+)
 def test_cpu_platform_is_inert_unless_asked_for(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, platform: str | None
 ) -> None:
