@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from pagedmla.adapters.dlpack import pages_apart
-from pagedmla.kv_cache.checks import counted, describe, dtype_name, expect_tensor, host_int, refuse
+from pagedmla.adapters.dlpack import pages_apart, shared
+from pagedmla.kv_cache.checks import counted, describe, dtype_name, expect_tensor, host_int, quoted, refuse
 from pagedmla.kv_cache.layouts import (
     CacheLayout,
     Fp8Flat,
@@ -43,6 +42,7 @@ from pagedmla.kv_cache.values import (
     KVCacheInputsPerDevice,
     PagedCacheValues,
     SplitKVHeadDims,
+    single_device,
 )
 
 OLDEST_VERSION = (26, 6)
@@ -132,20 +132,28 @@ def cache_from_max(inputs: Any) -> PagedCacheValues:
 
 
 def values_from_flat(
-    leaves: Iterable[Any], order: FlattenOrder = FlattenOrder.DECLARATION, present: Sequence[str] | None = None
+    leaves: Iterable[Any], order: FlattenOrder | str = FlattenOrder.DECLARATION, present: Sequence[str] | None = None
 ) -> KVCacheInputsPerDevice:
-    """One device's cache from MAX's flat list of its fields.
+    """One device's cache from MAX's flat list of its fields, in one of MAX's three orders or by its name.
 
     `present` names the fields in the list, in their order; without it the length of the list tells, for an MLA cache of
     26.7. Lists of 26.6, without page strides, need it.
     ITERATION has no page strides and no scales' table: it serves packed pools whose ids are shared, and no others.
     """
-    found = list(leaves)
+    order, found = flatten_order(order), list(leaves)
     names = tuple(present) if present is not None else _present(order, len(found))
     if len(names) != len(found):
         refuse("leaves", f"{len(names)} for {list(names)}", f"{len(found)}")
     cache = KVCacheInputsPerDevice.unflatten(found, FlattenSpec(order, names, None))
     return values_from_max({name: value for name, value in vars(cache).items() if value is not None})
+
+
+def flatten_order(order: FlattenOrder | str) -> FlattenOrder:
+    """One of MAX's orders, by itself or by its name. ValueError names them."""
+    try:
+        return FlattenOrder(order)
+    except ValueError:
+        refuse("order", " or ".join(repr(each.value) for each in FlattenOrder), quoted(order))
 
 
 # -- layouts and scales ------------------------------------------------------------------------------------------------
@@ -157,6 +165,7 @@ def layout_of(values: KVCacheInputsPerDevice, granularity: int | None = None) ->
     `granularity` (columns a scale) is needed only where scales don't divide a row evenly. FP8 without scales is
     `fp8_flat`, once it has its scale of 1 (`with_unit_scale`). ValueError names a dtype or row that no layout has.
     """
+    values = single_device(values)
     blocks = expect_tensor(values.kv_blocks, "kv_blocks", [None, 1, None, None, 1, None], (), "It is an MLA cache.")
     layout = _layout_of_rows(blocks.dtype, blocks.shape[5])
     if values.kv_scales is None:
@@ -181,6 +190,7 @@ def layout_of_params(params: Any) -> CacheLayout:
 
 def with_unit_scale(values: KVCacheInputsPerDevice) -> KVCacheInputsPerDevice:
     """FP8 without scales, as MAX serves DeepSeek, as `store` and `attend` take it: with one scale of 1."""
+    values = single_device(values)
     if values.kv_scales is not None:
         refuse("kv_scales", "None: a cache without scales", values.kv_scales)
     one = torch.ones(1, dtype=torch.float32, device=values.kv_blocks.device)
@@ -192,6 +202,7 @@ def with_decode_scales(values: KVCacheInputsPerDevice, kv_scales: Any, layer: in
 
     kv_scales  [num_pages, 1, 1, page_size, 1, 1] float32, found through the values' table
     """
+    values = single_device(values)
     if values.kv_scales is not None:
         refuse("kv_scales", "None in the cache, since they come beside it", values.kv_scales)
     blocks = expect_tensor(values.kv_blocks, "kv_blocks", [None, 1, None, None, 1, None], (), "It is an MLA cache.")
@@ -282,7 +293,7 @@ def _tensor(value: Any, name: str) -> Tensor:
     if not hasattr(buffer, "__dlpack__"):
         wanted = "a driver Buffer or a computed eager Tensor"
         refuse(name, wanted, describe(value), "A graph's values have no memory yet.", TypeError)
-    return _typed(from_dlpack(_as_bytes(buffer)), buffer)
+    return _typed(shared(_as_bytes(buffer), name), buffer)
 
 
 def _as_bytes(buffer: Any) -> Any:
@@ -295,17 +306,19 @@ def _typed(tensor: Tensor, buffer: Any) -> Tensor:
 
 
 def _is_fp8(buffer: Any) -> bool:
-    return str(getattr(buffer.dtype, "name", "")).startswith("float8")
+    """Of a library whose dtypes are members of one enumeration, as MAX's are: others have no bytes to ask for."""
+    dtype = getattr(buffer, "dtype", None)
+    return hasattr(type(dtype), "uint8") and str(getattr(dtype, "name", "")).startswith("float8")
 
 
 def _pool(value: Any, name: str, page_stride: Tensor | None) -> Tensor:
     """A pool whose pages lie where they really do."""
     tensor = _tensor(value, name)
     stride = PACKED_PAGE_STRIDE if page_stride is None else host_int(page_stride, STRIDES[name], PACKED_PAGE_STRIDE)
-    if stride in (PACKED_PAGE_STRIDE, tensor.stride(0)) or isinstance(value, Tensor):
+    if stride == PACKED_PAGE_STRIDE or isinstance(value, Tensor) or (tensor.dim() and stride == tensor.stride(0)):
         return tensor
     buffer = getattr(value, "storage", value)
-    return _typed(pages_apart(_as_bytes(buffer), stride), buffer)
+    return _typed(pages_apart(_as_bytes(buffer), stride, name, STRIDES[name]), buffer)
 
 
 def _head_dims(value: Any) -> SplitKVHeadDims:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pagedmla.adapters.rows import LayerPools, Rows, first_rows, step_rows
-from pagedmla.kv_cache.checks import ceildiv, dtype_name, expect_same_device, expect_tensor, refuse
+from pagedmla.kv_cache.checks import ceildiv, counted, dtype_name, expect_same_device, expect_tensor, host_int, refuse
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat, Fp8RopeBf16, get_layout, per_tensor_scale
 
 KNOWN_VERSION = (0, 5, 23)
@@ -40,8 +40,11 @@ _SIGMA_BYTES = 16  # behind a row: a float32, and padding that keeps rows at mul
 
 
 def check_version(version: str) -> None:
-    """ImportError where this isn't the SGLang that the adapter knows."""
-    number = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    """ImportError where this isn't the SGLang that the adapter knows.
+
+    Its post releases are: they mend packaging. Pre-releases aren't, since interfaces still change between them.
+    """
+    number = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?(?:\+.*)?", version)
     if number is None or tuple(map(int, number.groups())) != KNOWN_VERSION:
         known = ".".join(map(str, KNOWN_VERSION))
         raise ImportError(
@@ -85,6 +88,7 @@ def layer_pools(buffer: Tensor, page_size: int, layout: CacheLayout, k_scale: Te
     and divides by when it writes. None means 1. Slots behind the last whole page are left out. Raises ValueError where
     the tensor isn't such a buffer.
     """
+    page_size = host_int(page_size, "page_size", minimum=1)
     expect_tensor(buffer, "kv_buffer", [None, 1, None], (), "It is [slots, 1, row].")
     scales = None
     if isinstance(layout, Fp8RopeBf16):
@@ -154,6 +158,7 @@ class StepBuffers:
 
     def __init__(self, req_to_token: Tensor, page_size: int, requests: int, max_keys: int) -> None:
         expect_tensor(req_to_token, "req_to_token", [None, None], (torch.int32,))
+        page_size = host_int(page_size, "page_size", minimum=1)
         device = req_to_token.device
         # The slot of the first token of every page: all that a table is made of.
         self._firsts = req_to_token[:, ::page_size][:, : ceildiv(max_keys, page_size)]
@@ -171,10 +176,16 @@ class StepBuffers:
 
         Reads no device value. Columns behind a request's last page hold what its row of `req_to_token` holds there,
         which nobody reads. Requests with the same number of query tokens are decode rows, all others prompts.
+        ValueError where the requests and `lengths` don't go together.
         """
         requests = int(seq_lens.shape[0])
         if requests > self.requests:
             refuse("seq_lens", f"at most {self.requests} requests", seq_lens)
+        if req_pool_indices.shape != seq_lens.shape:
+            refuse("req_pool_indices", f"{list(seq_lens.shape)}, as seq_lens", req_pool_indices)
+        if lengths.width is None and (len(lengths.queries) != requests or min(lengths.queries, default=0) < 0):
+            wanted = f"{counted(requests, 'number')} of at least 0, one a request"
+            refuse("lengths.queries", wanted, list(lengths.queries))
         starts = self._query_starts(lengths, requests)
         cached = first_rows(self.cache_lengths, requests)
         cached.copy_(seq_lens)

@@ -21,11 +21,12 @@ from pagedmla.adapters.max import (
     SCALES,
     STRIDES,
     check_version,
+    flatten_order,
     installed_version,
     with_unit_scale,
 )
 from pagedmla.kv_cache.binding import bind_values
-from pagedmla.kv_cache.checks import ceildiv, dtype_name, host_int, refuse
+from pagedmla.kv_cache.checks import ceildiv, dtype_name, expect_tensor, host_int, refuse
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat, Fp8RopeBf16Prescaled
 from pagedmla.kv_cache.page_pool import padded_columns
@@ -61,7 +62,7 @@ def values_to_max(values: KVCacheInputsPerDevice, layout: CacheLayout | str) -> 
         scales, scales_page_stride = _short(cache.scale_pool, values.scales_page_stride)
         table = _table(cache, cache.scales_lookup_table, "scales_lookup_table")
         made |= dict(zip(SCALES, (scales, scales_page_stride, table)))
-    made |= {name: getattr(values, name) for name in METADATA if getattr(values, name) is not None}
+    made |= {name: _metadata(values, name) for name in METADATA if getattr(values, name) is not None}
     for name in PARTITIONS:
         number = getattr(values, name)
         if number is not None:
@@ -80,9 +81,10 @@ def cache_to_max(values: PagedCacheValues, layout: CacheLayout | str) -> tuple[A
 
 
 def values_to_flat(
-    values: KVCacheInputsPerDevice, layout: CacheLayout | str, order: FlattenOrder = FlattenOrder.DECLARATION
+    values: KVCacheInputsPerDevice, layout: CacheLayout | str, order: FlattenOrder | str = FlattenOrder.DECLARATION
 ) -> list[Any]:
-    """`values_to_max` as MAX's flat list of driver buffers, in one of its three orders."""
+    """`values_to_max` as MAX's flat list of driver buffers, in one of its three orders or by its name."""
+    order = flatten_order(order)
     made = values_to_max(values, layout)
     fields = {name: getattr(made, name, None) for name in FIELDS if name not in HINTS}
     return KVCacheInputsPerDevice(**fields).flatten(order)[0]
@@ -93,6 +95,7 @@ def decode_arguments(values: KVCacheInputsPerDevice) -> tuple[Any, Any]:
 
     It finds scales through the values' table and takes them packed. Ids of their own are refused, and padded scales.
     """
+    values = single_device(values)
     if values.kv_blocks.shape[2] != 1:
         refuse("kv_blocks", "one layer, since MAX keeps the scales of each in a buffer of its own", values.kv_blocks)
     own, shared = values.scales_lookup_table, values.lookup_table
@@ -164,6 +167,11 @@ def _table(cache: PagedKVCacheCollection, table: Tensor, name: str) -> Tensor:
         hint = "MAX loads ids past the last one used: see table_columns."
         refuse(name, f"at least {columns} columns, and a multiple of 8", table, hint)
     return _contiguous(table, name).view(torch.uint32)
+
+
+def _metadata(values: KVCacheInputsPerDevice, name: str) -> Tensor:
+    hint = "It is (batch, largest query length, partitions)."
+    return _contiguous(expect_tensor(getattr(values, name), name, [3], (torch.int64,), hint), name)
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

@@ -1,15 +1,15 @@
 """What SGLang calls when it loads plugins, in every process: group sglang.srt.plugins.
 
 Three registrations make a backend: its factory, its name among the choices of the command line, and a handler among
-DeepSeek's. The third imports the model's code, and waits until the backend is asked for. Nothing here refuses anything:
-an engine that doesn't use this backend mustn't notice it.
+DeepSeek's. The third imports the model's code, and waits until the backend is asked for. `register` refuses nothing: an
+engine that doesn't use this backend mustn't notice it. `create` does, a setting that isn't known too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from pagedmla.plugin.sglang.settings import BACKEND, asks_for_our_pool
+from pagedmla.plugin.sglang.settings import BACKEND, ENGINES_OWN, cache_setting
 
 
 def register() -> None:
@@ -22,7 +22,7 @@ def register() -> None:
     if BACKEND not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
         choices.add_draft_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(create)
-    if asks_for_our_pool():
+    if cache_setting() != ENGINES_OWN:
         from pagedmla.plugin.sglang.hooks import hook_pool
 
         hook_pool()

@@ -20,7 +20,7 @@ _registered: set[str] = set()
 
 
 def hook_pool() -> None:
-    """From the entry point, where PAGEDMLA_KV_CACHE asks for it: pools are made before any backend.
+    """From the entry point, where PAGEDMLA_KV_CACHE is set: pools are made before any backend.
 
     The engine applies what its plugins registered once all of them are loaded.
     """
@@ -46,7 +46,7 @@ def _around(hooks: dict[str, Callable[..., Any]]) -> None:
 def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, default: type) -> type:
     """Ours for the MLA pool of a runner that our backend serves."""
     chosen = original(configurator, kind=kind, default=default)
-    if kind != "mla" or not asks_for_our_pool() or not _serves(configurator):
+    if kind != "mla" or not _serves(configurator.is_draft_worker) or not asks_for_our_pool():
         return chosen
 
     import torch
@@ -67,12 +67,15 @@ def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, d
 
 
 def pool_width(original: Callable[..., int], *, model_config: Any, kv_cache_dtype: Any) -> int:
-    """Bytes of a slot of our pool, where the engine counts how many it has memory for."""
+    """Bytes of a slot of our pool for a model that our backend serves, where the engine counts how many it holds."""
+    width = original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)
+    if not _serves(model_config.is_draft_model) or not asks_for_our_pool():
+        return width
+
     import torch
 
-    width = original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)
     latent, rope = model_config.kv_lora_rank, model_config.qk_rope_head_dim
-    if not asks_for_our_pool() or kv_cache_dtype != torch.float8_e4m3fn or width != latent + rope:
+    if kv_cache_dtype != torch.float8_e4m3fn or width != latent + rope:
         return width
 
     from pagedmla.adapters.sglang import slot_bytes
@@ -108,12 +111,12 @@ def draft_extend_backend(original: Callable[..., Any], factory: Any) -> Any:
     return _stamped(PagedMLAAttnBackend(factory.draft_model_runner))
 
 
-def _serves(configurator: Any) -> bool:
-    """Whether both forms of attention of the runner whose pools these are run on our backend."""
+def _serves(is_draft: bool) -> bool:
+    """Whether both forms of attention of the target, or of the draft, run on our backend."""
     from sglang.srt.runtime_context import attention_backends, get_spec
 
     named = attention_backends()
-    if configurator.is_draft_worker and get_spec().speculative_draft_attention_backend:
+    if is_draft and get_spec().speculative_draft_attention_backend:
         named = (get_spec().speculative_draft_attention_backend,)
     return all(name == BACKEND for name in named)
 

@@ -1,4 +1,4 @@
-"""The MAX adapter on stand-ins: no MAX is needed. tests/max runs the same adapter on the real package.
+"""The MAX adapter on stand-ins: no MAX is needed. tests/max_cache runs the same adapter on the real package.
 
 The stand-ins are buffers with MAX's names over torch tensors, and dataclasses with the fields of each release: 26.6,
 26.7, and one to come. Pages of 4 tokens, 10 rows apart, show where a short tensor ends before its last page does.
@@ -150,6 +150,48 @@ def test_fields_that_are_refused(changes: dict[str, Any], error: type[Exception]
         values_from_max(given)
 
 
+def test_strides_that_run_backwards() -> None:
+    """torch ended the process over them, without an exception to catch."""
+    backwards = np.arange(6, dtype=np.uint32)[::-2]
+    with pytest.raises(ValueError, match=r"cache_lengths: expected strides of at least 0, .*; got strides \(-2,\)"):
+        values_from_max(fields(cache_lengths=None) | {"cache_lengths": backwards})
+    with pytest.raises(ValueError, match=r"pages: expected strides of at least 0"):
+        pages_apart(np.zeros((4, 8), np.float32)[::-1], 40)
+    forwards = np.arange(6, dtype=np.uint32)[::3]
+    ours = values_from_max(fields(cache_lengths=None) | {"cache_lengths": forwards})
+    assert ours.cache_lengths.view(torch.int32).tolist() == [0, 3]
+    assert ours.cache_lengths.data_ptr() == forwards.ctypes.data
+
+
+@pytest.mark.parametrize(("field", "pool"), [("page_stride", "kv_blocks"), ("scales_page_stride", "kv_scales")])
+def test_a_page_stride_past_all_addresses(field: str, pool: str) -> None:
+    """The size of such a pool overflowed in torch, which ended the process."""
+    for stride in (2**62, 2**56):
+        with pytest.raises(
+            ValueError, match=rf"^{field}: expected at most \d+, with which \d pages have addr.*{stride}"
+        ):
+            values_from_max(fields(**{field: torch.tensor([stride])}))
+    with pytest.raises(ValueError, match=rf"{pool}: expected \[num_pages, ...\]; got \[\]"):
+        values_from_max(fields(**{field: torch.tensor([64]), pool: torch.tensor(1.0)}))
+
+
+@pytest.mark.parametrize(
+    "value", [np.array(["a"]), np.zeros(2, ">u4"), np.zeros(2, "M8[s]")], ids=["text", "big", "time"]
+)
+def test_what_dlpack_doesnt_exchange_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match="cache_lengths: expected memory that its owner and torch exchange by DLPack"):
+        values_from_max(fields() | {"cache_lengths": value})
+
+
+def test_what_isnt_a_cache_is_named() -> None:
+    """An AttributeError said 'NoneType' and no more."""
+    for function in (layout_of, with_unit_scale):
+        with pytest.raises(TypeError, match=r"values: expected PagedCacheValues or KVCacheInputsPerDevice; got None"):
+            function(None)
+    with pytest.raises(TypeError, match=r"values: expected .*; got None"):
+        with_decode_scales(None, torch.ones(1), 0)
+
+
 @pytest.mark.parametrize("what", [None, 3, SimpleNamespace(leaves=())], ids=["nothing", "a number", "recurrent state"])
 def test_what_is_no_paged_cache(what: Any) -> None:
     with pytest.raises(TypeError, match="inputs: expected a paged cache: MAX's KVCacheInputsPerDevice; got"):
@@ -169,6 +211,17 @@ def test_flat_lists_in_every_order(order: FlattenOrder, scaled: bool, dispatch: 
     assert ours.flatten(order)[1].present == spec.present
     for name in spec.present:
         assert getattr(ours, name).data_ptr() == theirs[name].tensor.data_ptr()
+
+
+@pytest.mark.parametrize("order", FlattenOrder)
+def test_orders_by_their_names(order: FlattenOrder) -> None:
+    """A name was looked up as an order: KeyError."""
+    leaves = KVCacheInputsPerDevice(**{n: v for n, v in fields().items() if n not in PER_LAYER}).flatten(order)[0]
+    by_name, by_order = (values_from_flat(leaves, each) for each in (order.value, order))
+    assert by_name.flatten(order)[1] == by_order.flatten(order)[1]
+    for other in ("forward", None):
+        with pytest.raises(ValueError, match=r"order: expected 'declaration' or 'operand' or 'iteration'; got '?f?"):
+            values_from_flat(leaves, other)
 
 
 def test_a_flat_list_of_another_length() -> None:
@@ -226,7 +279,7 @@ def test_what_needs_no_other_strides(page_stride: int) -> None:
 def test_pages_that_are_apart_already_or_overlap() -> None:
     base = torch.arange(160.0)
     with pytest.raises(
-        ValueError, match="pages: expected a contiguous tensor, since they are 48 elements apart; got str"
+        ValueError, match="pages: expected a contiguous tensor, since its pages are 48 elements apart; got str"
     ):
         pages_apart(base.as_strided((4, 32), (40, 1)), 48)
     with pytest.raises(ValueError, match="page_stride: expected at least 32, the elements of a page; got 31"):

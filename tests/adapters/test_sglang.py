@@ -6,6 +6,7 @@ and one; pages in no order, with a row of `req_to_token` that holds garbage behi
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -53,9 +54,11 @@ def test_the_known_version(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.231", "1.0.0", "dev", ""])
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.231", "1.0.0", "dev", "",
+                                     "0.5.23rc1", "0.5.23.dev4", "0.5.23a1+cpu", "0.5.23.1"])  # fmt: skip
 def test_other_versions_are_named(version: str) -> None:
-    with pytest.raises(ImportError, match=r"sglang: expected 0\.5\.23, .*; got " + version):
+    """Pre-releases passed for the release: their interfaces may still change."""
+    with pytest.raises(ImportError, match=r"sglang: expected 0\.5\.23, .*; got " + re.escape(version)):
         check_version(version)
 
 
@@ -191,6 +194,32 @@ def test_tables_are_as_wide_as_the_longest_request() -> None:
     arguments: tuple[Any, ...] = (torch.tensor([1]), torch.tensor([33]), Lengths(1, -1))
     assert StepBuffers(tokens, 16, 1, 33).write(*arguments, 33).lookup_table.shape == (1, 3)
     assert StepBuffers(tokens, 16, 1, 10_000).write(*arguments, 10_000).lookup_table.shape == (1, 13)
+
+
+@pytest.mark.parametrize("page_size", [0, -16])
+def test_pages_of_no_tokens(page_size: int) -> None:
+    """A ZeroDivisionError named nothing."""
+    for make in (
+        lambda: layer_pools(torch.zeros(8, 1, 576), page_size, layout_of(torch.float32)),
+        lambda: StepBuffers(torch.zeros(2, 8, dtype=torch.int32), page_size, 1, 8),
+    ):
+        with pytest.raises(ValueError, match=f"page_size: expected at least 1; got {page_size}"):
+            make()
+
+
+@pytest.mark.parametrize("queries", [[1], [1, 2, 3], [], [3, -1]])
+def test_queries_are_counted(queries: list[int]) -> None:
+    """One number for two requests was taken for both: the second's lengths were wrong, and nothing said so."""
+    tokens, _ = req_to_token(16, {1: 40, 2: 40})
+    wanted = r"lengths\.queries: expected 2 numbers of at least 0, one a request; got \["
+    with pytest.raises(ValueError, match=wanted):
+        StepBuffers(tokens, 16, 2, 64).write(torch.tensor([1, 2]), torch.tensor([9, 31]), Lengths.each(queries), 64)
+
+
+def test_every_request_has_its_row() -> None:
+    tokens, _ = req_to_token(16, {1: 40, 2: 40})
+    with pytest.raises(ValueError, match=r"req_pool_indices: expected \[2\], as seq_lens; got \[1\] int64"):
+        StepBuffers(tokens, 16, 2, 64).write(torch.tensor([1]), torch.tensor([9, 31]), Lengths(1, -1), 64)
 
 
 def test_more_requests_than_buffers_hold() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 import torch
@@ -16,11 +16,11 @@ SECONDS_A_LINE = 10.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description="Random steps through the executors, against float64.")
-    parser.add_argument("--steps", type=int, default=10_000, help="through the vectorised executor")
+    parser.add_argument("--steps", type=at_least(1), default=10_000, help="through the vectorised executor")
     help_ = f"through the interpreted Triton kernels, then the CUTLASS model; by default {SLOW_STEPS}, or --steps"
-    parser.add_argument("--slow-steps", type=int, help=help_)
+    parser.add_argument("--slow-steps", type=at_least(0), help=help_)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--failures", type=int, default=5, help="stop an executor after so many")
+    parser.add_argument("--failures", type=at_least(1), default=5, help="stop an executor after so many")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     slow_steps = min(SLOW_STEPS, given.steps) if given.slow_steps is None else given.slow_steps
@@ -32,6 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{summary}\n  {progress.seconds():.0f} s", flush=True)
             failed += len(summary.failures)
     return 1 if failed else 0
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A type of argument. Fewer would be a campaign that passes because it ran nothing."""
+
+    def number(text: str) -> int:
+        try:
+            if (given := int(text)) >= least:
+                return given
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}; got {text!r}")
+
+    return number
 
 
 class Progress:

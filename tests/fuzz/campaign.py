@@ -49,24 +49,35 @@ def run(
     seconds: float = SHRINKING,
     progress: Callable[[Summary], None] = lambda summary: None,
 ) -> Summary:
-    """`steps` random actions through `executor`, the same ones for the same seed; ends early after `most_failures`."""
+    """`steps` random actions through `executor`, the same ones for the same seed; ends early after `most_failures`.
+
+    ValueError where either is less than 1: a campaign that runs nothing finds nothing.
+    """
+    for name, number in (("steps", steps), ("most_failures", most_failures)):
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1; got {number}")
     summary = Summary(executor)
     while summary.steps < steps and len(summary.failures) < most_failures:
         draw = Random(f"{seed} {executor} {summary.pools}")
         trace, failure = _episode(draw, executor, min(LIMITS[executor].actions, steps - summary.steps), summary)
         if failure is not None:
-            path = scripts / f"{executor}-seed{seed}-step{summary.steps}.py"
-            title = f"pagedmla against float64: step {summary.steps} of seed {seed}, executor {executor}."
+            # Pools that can't be made come to no step: their numbers keep their scripts apart.
+            kind, number = ("step", summary.steps) if trace.actions else ("pool", summary.pools)
+            path = scripts / f"{executor}-seed{seed}-{kind}{number}.py"
+            title = f"pagedmla against float64: {kind} {number} of seed {seed}, executor {executor}."
             summary.failures.append((path, explain(trace, failure, path, title, seconds)))
         progress(summary)
     return summary
 
 
 def _episode(draw: Random, executor: str, actions: int, summary: Summary) -> tuple[Trace, Failure | None]:
-    """A new pool's life, to its end or to its first failure."""
+    """A new pool's life, from its making to its end or to its first failure."""
     trace = Trace(draw_setting(draw, executor), ())
     summary.pools += 1
     with World(trace.setting) as world:
+        failure = world.play(trace.setting.statements())
+        if failure is not None:
+            return trace, failure
         life = Life.begin(draw, world)
         for _ in range(actions):
             action = life.next()

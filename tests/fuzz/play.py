@@ -37,7 +37,7 @@ class Failure:
 class World:
     """The namespace that statements are run in; what they leave there (`pool`, `held`, ...) can be looked at.
 
-    A context manager: it begins with its setting, and puts the environment back.
+    A context manager: it puts back the environment. Its setting's statements are the first to be played.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -46,12 +46,6 @@ class World:
         self._environment = {name: os.environ.get(name) for name, _ in ENVIRONMENT.values()}
 
     def __enter__(self) -> World:
-        try:
-            for statement in self.setting.statements():
-                self._run(statement)
-        except Exception:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,9 +91,8 @@ class Trace:
     def fails(self) -> tuple[Failure, list[Statement]] | None:
         """The failure and the statements up to it."""
         statements = self.statements()
-        first = len(self.setting.statements())
         with World(self.setting) as world:
-            for at, statement in enumerate(statements[first:], first):
+            for at, statement in enumerate(statements):
                 failure = world.play([statement])
                 if failure is not None:
                     return failure, statements[: at + 1]
@@ -116,10 +109,7 @@ def shrink(trace: Trace, kind: tuple[str, str, str], seconds: float) -> Trace:
     def still_fails(candidate: Trace) -> bool:
         if process_time() > end:
             return False
-        try:
-            found = candidate.fails()
-        except Exception:  # a setting that can't be
-            return False
+        found = candidate.fails()
         return found is not None and found[0].kind == kind
 
     if still_fails(replace(trace, judging=False)):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from fuzz.__main__ import main
@@ -19,6 +20,8 @@ from fuzz.campaign import run
 from fuzz.draw import LIMITS, draw_setting
 from fuzz.faults import FAULTS
 from fuzz.play import World
+
+from pagedmla import PagePool
 
 ROOT = Path(__file__).parents[2]
 FOUND_WITHIN = 200  # steps
@@ -90,5 +93,44 @@ def test_a_script_says_no_more_than_it_must(tmp_path: Path) -> None:
 def test_every_setting_can_be(executor: str) -> None:
     """A setting that the pool refuses would end an episode before it began."""
     for seed in range(60):
-        with World(draw_setting(Random(seed), executor)):
-            pass
+        setting = draw_setting(Random(seed), executor)
+        with World(setting) as world:
+            assert world.play(setting.statements()) is None
+
+
+def test_a_pool_that_cant_be_made_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a fault ended the campaign in a bare traceback, without a script and without its other findings."""
+    real = PagePool.__init__
+
+    def refusing(self: PagePool, *arguments: Any, page_size: int, **keywords: Any) -> None:
+        if page_size < 40:
+            raise RuntimeError(f"a planted fault of pages of {page_size} tokens")
+        real(self, *arguments, page_size=page_size, **keywords)
+
+    monkeypatch.setattr(PagePool, "__init__", refusing)
+    summary = run("torch", 60, seed=0, scripts=tmp_path, most_failures=3, seconds=1.0)
+    paths = [path for path, _ in summary.failures]
+    assert len(set(paths)) == 3
+    for path, failure in summary.failures:
+        assert str(failure) in str(summary)
+        happened = path.read_text(encoding="utf-8").split("# What happened.")[1]
+        assert happened.strip().splitlines()[-1].startswith("pool = pagedmla.PagePool(layout, ")
+        assert str(failure).startswith("RuntimeError: a planted fault of pages of ")
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--steps", "-5"], ["--steps", "0"], ["--failures", "0"], ["--slow-steps", "-1"], ["--steps", "many"]
+])  # fmt: skip
+def test_a_campaign_of_nothing_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of these passed, with nothing run."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    wanted = f"argument {arguments[0]}: expected a whole number of at least "
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numbers", [{"steps": 0}, {"steps": 5, "most_failures": 0}])
+def test_run_refuses_a_campaign_of_nothing(numbers: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{list(numbers)[-1]}: expected at least 1; got 0"):
+        run("torch", seed=0, **numbers)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -440,6 +442,56 @@ def test_what_max_would_misread(layout: CacheLayout | str, changes: dict[str, Te
     values = pool.values(["a"], [40]).values
     with pytest.raises(ValueError, match=sentence):
         values_to_max(replace(values, **changes), layout)
+
+
+@pytest.mark.parametrize(("given", "error", "sentence"), [
+    ([1, 1, 1], TypeError, r"expected a tensor \[3\] int64; got list"),
+    ("1 1 1", TypeError, r"expected a tensor \[3\] int64; got str"),
+    (torch.ones(6, dtype=torch.int64)[::2], ValueError, r"expected a contiguous tensor, .*; got strides \(2,\)"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["attention_dispatch_metadata", "draft_attention_dispatch_metadata"])
+def test_dispatch_metadata_that_max_cant_bind(name: str, given: Any, error: type[Exception], sentence: str) -> None:
+    """AttributeErrors of lists and strings, and MAX's own words about strides, named no field."""
+    pool = PagePool(PRESCALED, num_layers=1, page_size=16, num_pages=9)
+    pool.allocate("a")
+    values = replace(pool.values(["a"], [40]).values, **{name: given})
+    with pytest.raises(error, match=f"^{name}: {sentence}"):
+        values_to_max(values, PRESCALED)
+
+
+def test_orders_by_their_names(manager: Any) -> None:
+    values = values_from_max(step_of(manager, new_requests(manager, PROMPTS)))
+    by_name, by_order = (values_to_flat(values, PRESCALED, each) for each in ("operand", FlattenOrder.OPERAND))
+    assert list(map(address, by_name[:4])) == list(map(address, by_order[:4]))
+    with pytest.raises(ValueError, match="order: expected 'declaration' or 'operand' or 'iteration'; got 'OPERAND'"):
+        values_to_flat(values, PRESCALED, "OPERAND")
+
+
+@pytest.mark.usefixtures("page_strides")
+def test_a_page_stride_past_all_addresses() -> None:
+    """The size of such a pool overflowed in torch, which ended the process."""
+    from max.driver import Buffer
+
+    manager = MANAGERS["legacy"](mla_params())
+    theirs = step_of(manager, new_requests(manager, PROMPTS))
+    for field in ("page_stride", "scales_page_stride"):
+        beyond = replace(theirs, **{field: Buffer.from_dlpack(torch.tensor([2**62]))})
+        with pytest.raises(ValueError, match=f"^{field}: expected at most "):
+            values_from_max(beyond)
+
+
+@pytest.mark.usefixtures("page_strides")
+def test_the_example_of_the_page(manager: Any) -> None:
+    """docs/max.md, as it stands; 26.6 wraps what runtime_inputs returns."""
+    page = (Path(__file__).parents[2] / "docs" / "max.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    latent, rope = some_tokens(sum(PROMPTS))
+    names = {"manager": manager, "requests": new_requests(manager, PROMPTS), "latent": latent, "rope": rope,
+             "layer": 1, "starts": starts_of(PROMPTS), "pagedmla": pagedmla}  # fmt: skip
+    exec(example, names)
+    rows, _ = rows_and_scales(names["values"], PROMPTS)
+    assert torch.equal(rows, PRESCALED.quantize(latent, rope).values.view(torch.uint8))
+    assert address(names["back"].kv_blocks) == address(names["inputs"][0].kv_blocks)
 
 
 def test_one_scale_for_all_pages_isnt_maxs() -> None:

@@ -136,18 +136,54 @@ def test_other_backends_keep_their_pool(hooked: None) -> None:
 
 
 def test_the_engine_counts_the_bytes_of_our_slots(hooked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sized by rows of 576 bytes, the pool would have taken an eighth more memory than there was."""
+    """Sized by rows of 576 bytes, the pool would have taken an eighth more memory than there was; sized by ours, the
+    pool of another backend took an eighth less.
+    """
     from sglang.srt.mem_cache import kv_cache_configurator
+    from sglang.srt.runtime_context import get_exec, get_spec
 
-    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["X"]), kv_lora_rank=512, qk_rope_head_dim=64)
-
-    def width(dtype: torch.dtype) -> int:
+    def width(dtype: torch.dtype, draft: bool = False) -> int:
+        config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["X"]), kv_lora_rank=512, qk_rope_head_dim=64,
+                                 is_draft_model=draft)  # fmt: skip
         return kv_cache_configurator.calculate_mla_kv_cache_dim(model_config=config, kv_cache_dtype=dtype)
 
     assert width(torch.float8_e4m3fn) == 656
     assert width(torch.bfloat16) == 576
+    with get_exec().kernel.override(decode_attention_backend="flashmla"):  # whose slots have 576 bytes
+        assert width(torch.float8_e4m3fn) == 576
+    with get_spec().override(speculative_draft_attention_backend="triton"):
+        assert (width(torch.float8_e4m3fn, draft=True), width(torch.float8_e4m3fn)) == (576, 656)
     monkeypatch.delenv("PAGEDMLA_KV_CACHE")
     assert width(torch.float8_e4m3fn) == 576
+
+
+def test_a_setting_that_isnt_known_is_our_backends_to_refuse(
+    sglang: Any, published: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin's loading failed on it, in engines that don't use this backend too."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.runtime_context import get_exec
+
+    from pagedmla.plugin.sglang.entry_points import register
+
+    monkeypatch.setenv("PAGEDMLA_KV_CACHE", "bogus")
+    register()
+    HookRegistry.apply_hooks()
+    sentence = "PAGEDMLA_KV_CACHE: expected auto or fp8_rope_bf16; got 'bogus'"
+    configurator = SimpleNamespace(kv_cache_dtype=torch.float8_e4m3fn, is_draft_worker=False)
+
+    def pool() -> type:
+        return KVCacheConfigurator._resolve_kv_pool_class(configurator, kind="mla", default=MLATokenToKVPool)
+
+    with pytest.raises(ValueError, match=sentence):
+        ATTENTION_BACKENDS[NAME](engine().runner)
+    with pytest.raises(ValueError, match=sentence):
+        pool()
+    with get_exec().kernel.override(attention_backend="triton"):
+        assert pool() is MLATokenToKVPool
 
 
 def test_drafts_run_on_our_backend_too(hooked: None, engine: Any) -> None:
