@@ -6,6 +6,8 @@ layer, as `store` gets it. Statistics are made where the latents are, in the eng
 
 from __future__ import annotations
 
+import io
+import json
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from pagedmla.kv_cache.checks import ceildiv, counted
 from pagedmla.kv_cache.quantise import E4M3_MAX
-from pagedmla.plugin.checkpoint_scales import lay_over
+from pagedmla.plugin.checkpoint_scales import check_overlay, lay_over, make_room
 from pagedmla.plugin.latent_statistics import MOST_ERROR, Errors, LayerStatistics, PerTensor, overall
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 RECORDER = "pagedmla.plugin.vllm.recorder.RecordsExtension"
+MOST_MARGIN = E4M3_MAX * 2.0**9  # there the largest number has the smallest code, and all others go to 0
 _LAYER_MARK = ".layers."
 
 
@@ -56,45 +60,63 @@ def calibrate(
     """Statistics of the latents that `model` (a folder, or a name that vLLM knows) caches for the start of `text`.
 
     tokens    of the text that are read, in pieces of `window`
-    margin    of the fitted scale over the largest number
+    margin    of the fitted scale over the largest number, from 1 to MOST_MARGIN
 
-    ImportError without vLLM, ValueError for a model that isn't dense MLA and for too little text.
+    ImportError without vLLM, ValueError for a model that isn't dense MLA and for too little text, RuntimeError where
+    the engine fails.
     """
+    if not 1 <= margin <= MOST_MARGIN:
+        raise ValueError(f"margin: expected 1 to {MOST_MARGIN:.0f}; got {margin}")
     if find_spec("vllm") is None:
         raise ImportError("calibrate runs the model in vLLM, which isn't installed: pip install pagedmla[vllm]")
     if not text.strip():
         raise ValueError("text: expected some text to read; got none")
     _prepare_environment()
+    _check_model(model)
+    read, found = _record(model, text, tokens, window, tensor_parallel, margin)
+    layers = sorted((_statistics(each) for each in found.values()), key=lambda each: number_of(each.layer))
+    return Calibration(model, read, margin, tuple(layers))
+
+
+def _record(
+    model: str, text: str, tokens: int, window: int, tensor_parallel: int, margin: float
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Run the engine: how many tokens it read, and what its workers made of each layer."""
     from vllm import LLM, SamplingParams
 
-    _check_model(model)
-    engine = LLM(
-        model=model,
-        attention_backend="CUSTOM",
-        kv_cache_dtype="auto",
-        max_model_len=window + 1,
-        max_num_batched_tokens=window,
-        max_num_seqs=1,
-        tensor_parallel_size=tensor_parallel,
-        enable_prefix_caching=False,  # a page that is found again isn't stored again
-        enforce_eager=True,  # a captured graph's stores aren't seen
-        worker_extension_cls=RECORDER,
-    )
-    read = engine.get_tokenizer().encode(text)[:tokens]
+    try:
+        engine = LLM(
+            model=model,
+            attention_backend="CUSTOM",
+            kv_cache_dtype="auto",
+            max_model_len=window + 1,
+            max_num_batched_tokens=window,
+            max_num_seqs=1,
+            tensor_parallel_size=tensor_parallel,
+            enable_prefix_caching=False,  # a page that is found again isn't stored again
+            enforce_eager=True,  # a captured graph's stores aren't seen
+            worker_extension_cls=RECORDER,
+        )
+        read = engine.get_tokenizer().encode(text)[:tokens]
+        pieces = [read[start : start + window] for start in range(0, len(read), window)]
+        if len(read) > 1:
+            engine.collective_rpc("pagedmla_record", args=(len(read),))
+            one_token = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+            engine.generate([{"prompt_token_ids": piece} for piece in pieces], one_token, use_tqdm=False)
+            # Ranks of a tensor-parallel group store the same latents.
+            workers = engine.collective_rpc("pagedmla_recorded", args=(margin,))
+    except Exception as error:  # of whatever kind, at the end of a hundred lines
+        raise RuntimeError(f"{model}: the engine failed: {_last_line(error)}") from error
     if len(read) < 2:
         raise ValueError(f"text: expected at least 2 tokens; got {counted(len(read), 'token')}")
-    pieces = [read[start : start + window] for start in range(0, len(read), window)]
-    engine.collective_rpc("pagedmla_record", args=(len(read),))
-    one_token = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    engine.generate([{"prompt_token_ids": piece} for piece in pieces], one_token, use_tqdm=False)
-    # Ranks of a tensor-parallel group store the same latents.
-    found = {
-        name: each
-        for worker in engine.collective_rpc("pagedmla_recorded", args=(margin,))
-        for name, each in worker.items()
-    }
-    layers = sorted((_statistics(each) for each in found.values()), key=lambda each: number_of(each.layer))
-    return Calibration(model, len(read), margin, tuple(layers))
+    return len(read), {name: each for worker in workers for name, each in worker.items()}
+
+
+def _last_line(error: Exception) -> str:
+    """What it says at the end, but for the address that pydantic puts there."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith("For further information visit")]
+    return f"{type(error).__name__}: {said[-1]}" if said else type(error).__name__
 
 
 def number_of(layer: str) -> int:
@@ -102,14 +124,44 @@ def number_of(layer: str) -> int:
     return int(f".{layer}".split(_LAYER_MARK, 1)[1].split(".", 1)[0])
 
 
+def check_targets(model: str, scales: Path | None, json_file: Path | None, picture: Path | None) -> None:
+    """Refuse what couldn't be written, before the engine has run for it. Makes the folders that targets lie in.
+
+    ValueError, ImportError or OSError, which name the target.
+    """
+    if scales is not None:
+        check_overlay(Path(model), scales)
+    for file in (json_file, picture):
+        if file is None:
+            continue
+        if scales is not None and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(scales)):
+            raise ValueError(f"{file}: expected a place outside {scales}, which is made new")
+        _check_file(file)
+    if picture is not None:
+        if not picture.suffix:
+            raise ValueError(f"{picture}: expected an ending that names the format: png, svg or pdf")
+        _figure().savefig(io.BytesIO(), format=picture.suffix[1:])
+
+
+def _check_file(file: Path) -> None:
+    if file.is_dir():
+        raise IsADirectoryError(f"{file}: expected a file; got a folder")
+    if file.exists():
+        if not os.access(file, os.W_OK):
+            raise PermissionError(f"{file}: expected a file that can be written")
+    elif file.is_symlink():
+        raise FileNotFoundError(f"{file}: expected a file, or none; got a link that leads nowhere")
+    else:
+        make_room(file.parent)
+
+
 def write_scales(calibration: Calibration, folder: Path) -> None:
     """Lay the fitted scales over the model, in a new folder. ValueError where the model isn't a local folder."""
-    model = Path(calibration.model)
-    if not model.is_dir():
-        raise ValueError(
-            f"scales are laid over a checkpoint in a local folder; got the model {calibration.model}. Download it first"
-        )
-    lay_over(model, folder, calibration.scales())
+    lay_over(Path(calibration.model), folder, calibration.scales())
+
+
+def write_json(calibration: Calibration, file: Path) -> None:
+    file.write_text(json.dumps(calibration.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _prepare_environment() -> None:
@@ -191,12 +243,8 @@ def to_picture(calibration: Calibration, path: str | PathLike[str]) -> None:
 
     ImportError names the extra where matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install pagedmla[plots]") from error
+    figure = _figure()
     numbers = [number_of(each.layer) for each in calibration.layers]
-    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     ranges, errors = figure.subplots(2, 1, sharex=True)
     ranges.plot(numbers, [each.latent_amax for each in calibration.layers], "o-", label="latent", color="#0072B2")
     ranges.plot(numbers, [each.rope_amax for each in calibration.layers], "s-", label="rope", color="#D55E00")
@@ -220,6 +268,14 @@ def to_picture(calibration: Calibration, path: str | PathLike[str]) -> None:
         axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(f"{calibration.model}, {calibration.tokens} tokens: {calibration.recommended}", fontsize=10)
     figure.savefig(path)
+
+
+def _figure() -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install pagedmla[plots]") from error
+    return Figure(figsize=(9, 6), dpi=150, layout="constrained")
 
 
 def _lost(one: PerTensor) -> str:

@@ -11,7 +11,9 @@ data_offsets}}, then the data.
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,20 +26,26 @@ INDEX = "model.safetensors.index.json"
 SHARD = "model-kv-scales.safetensors"
 NAME = "model.layers.{}.self_attn.k_proj.k_scale"
 
-_SCALE = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:k_proj\.|attn\.|mla_attn\.)*k_scale$")
+_SCALE = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.self_attn\.(?:k_proj\.|attn\.|mla_attn\.)*k_scale$")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def read_scales(model: Path) -> dict[int, float]:
-    """The scale of each layer that has one. ValueError where one isn't a single finite number above 0."""
-    found = {}
+def read_scales(model: Path) -> dict[tuple[str, int], float]:
+    """The scale of each layer that has one, by what stands before `layers` in its name, and its number.
+
+    ValueError where one isn't a single finite float32 above 0, or where two names of one layer disagree.
+    """
+    found: dict[tuple[str, int], float] = {}
     for name, file in _names(model).items():
-        matched = _SCALE.search(name)
-        if matched is not None:
-            scale = _read_number(model / file, name)
-            if not 0.0 < scale < float("inf"):
-                raise ValueError(f"{model / file}: expected a finite {name} > 0; got {scale}")
-            found[int(matched[1])] = scale
+        matched = _SCALE.match(name)
+        if matched is None:
+            continue
+        scale = _expect_float32(_read_number(model / file, name), f"{model / file}: expected {name}")
+        layer = matched[1] or "", int(matched[2])
+        if found.setdefault(layer, scale) != scale:
+            raise ValueError(
+                f"{model / file}: expected one k_scale for layer {layer[1]}; got {found[layer]} and {scale}"
+            )
     return found
 
 
@@ -45,28 +53,64 @@ def lay_over(model: Path, out: Path, scales: Mapping[int, float]) -> None:
     """Make `out` the checkpoint `model` with these scales: links to its files, one more shard, and an index of all.
 
     `model` itself stays as it is, and must stay where it is. Scales that it has already are left out of the index.
-    Raises FileExistsError where `out` is there already, ValueError where `model` has no safetensors.
+    `out` is there whole or not at all. Raises what `check_overlay` does, and ValueError for a scale that float32
+    doesn't hold as a finite number > 0.
     """
-    names = _names(model)
-    if not names:
-        raise ValueError(f"{model}: expected *.safetensors to lay scales over; got none")
-    out.mkdir(parents=True)
-    for file in sorted(model.iterdir()):
-        if file.name not in (INDEX, SHARD):
-            (out / file.name).symlink_to(file.resolve())
-    made = {NAME.format(layer): scale for layer, scale in sorted(scales.items())}
-    _write_numbers(out / SHARD, made)
-    kept = {name: file for name, file in names.items() if not _SCALE.search(name)}
+    made = {}
+    for layer, scale in sorted(scales.items()):
+        name = NAME.format(layer)
+        made[name] = _expect_float32(scale, f"{out}: expected {name}")
+    check_overlay(model, out)
     index = _read_index(model)
+    kept = {name: file for name, file in _names(model).items() if not _SCALE.match(name)}
     index["weight_map"] = {**kept, **dict.fromkeys(made, SHARD)}
-    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    # Half a checkpoint would be served too, at a scale of 1.
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+        folder = Path(beside) / out.name  # of its own mode: `beside` is closed to other users
+        folder.mkdir()
+        for file in sorted(model.iterdir()):
+            if file.name not in (INDEX, SHARD):
+                (folder / file.name).symlink_to(os.path.realpath(file))
+        _write_numbers(folder / SHARD, made)
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        folder.rename(out)
+
+
+def check_overlay(model: Path, out: Path) -> None:
+    """Make `out`'s parent, and refuse what `lay_over` can't do, whatever the scales.
+
+    ValueError where `model` is no local folder or has no safetensors, or `out` would lie in it; FileExistsError where
+    `out` is there already; OSError where it can't be made.
+    """
+    if not model.is_dir():
+        raise ValueError(f"expected a model in a local folder to lay scales over; got {model}. Download it first")
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out}: expected a folder that isn't there yet")
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(model)):
+        raise ValueError(f"{out}: expected a folder outside the model's, {model}, whose files it links to")
+    if not _names(model):
+        raise ValueError(f"{model}: expected *.safetensors to lay scales over; got none")
+    make_room(out.parent)
+
+
+def make_room(folder: Path) -> None:
+    """Make a folder, if it isn't there. OSError where nothing can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):  # a mode says too little of root, and of read-only file systems
+            pass
+    except OSError as error:
+        raise OSError(f"{folder}: expected a folder that files can be made in; got {error.strerror}") from error
 
 
 def _names(model: Path) -> dict[str, str]:
     """Tensors of a checkpoint, and the file of each."""
     index = _read_index(model)
     if "weight_map" in index:
-        return dict(index["weight_map"])
+        names = index["weight_map"]
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise ValueError(f"{model / INDEX}: expected weight_map as {{tensor: file}}; got {quoted(names)}")
+        return names
     files = sorted(model.glob("*.safetensors"))
     return {name: file.name for file in files for name in _read_header(file)[0] if name != "__metadata__"}
 
@@ -75,31 +119,56 @@ def _read_index(model: Path) -> dict[str, Any]:
     file = model / INDEX
     if not file.is_file():
         return {"metadata": {}}
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    return _parsed(file, file.read_bytes())
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     """The header and where the data begin."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if not 0 < length < file.stat().st_size:
+        if not 0 < length <= file.stat().st_size - 8:
             raise ValueError(f"{file}: expected a safetensors file; got a header of {length} bytes")
-        header: dict[str, Any] = json.loads(opened.read(length))
-    return header, 8 + length
+        return _parsed(file, opened.read(length)), 8 + length
+
+
+def _parsed(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as damage:
+        raise ValueError(f"{file}: expected JSON; got {damage}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: expected a JSON object; got {type(found).__name__}")
+    return found
 
 
 def _read_number(file: Path, name: str) -> float:
     header, data = _read_header(file)
     if name not in header:
         raise ValueError(f"{file}: expected {name}, as the index says; got none")
-    dtype, shape, (first, end) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
-    if dtype not in _DTYPES or end - first != _DTYPES[dtype].itemsize:
-        raise ValueError(f"{file}: expected {name} as one number of {', '.join(_DTYPES)}; got {quoted(dtype)} {shape}")
+    dtype, first, end = _placed(file, name, header[name])
+    if data + end > file.stat().st_size:
+        raise ValueError(f"{file}: expected {data + end} bytes or more, for {name}; got {file.stat().st_size}")
     with file.open("rb") as opened:
         opened.seek(data + first)
         raw = bytearray(opened.read(end - first))
     return float(torch.frombuffer(raw, dtype=_DTYPES[dtype]).item())
+
+
+def _placed(file: Path, name: str, entry: object) -> tuple[str, int, int]:
+    """A header's entry for one number: its dtype, and where in the data it begins and ends."""
+    match entry:
+        case {"dtype": str(dtype), "data_offsets": [int(first), int(end)]} if dtype in _DTYPES:
+            if 0 <= first == end - _DTYPES[dtype].itemsize:
+                return dtype, first, end
+    raise ValueError(f"{file}: expected {name} as one number of {', '.join(_DTYPES)}; got {quoted(entry)}")
+
+
+def _expect_float32(scale: float, expected: str) -> float:
+    """The float32 nearest to `scale`, which is what a cache has room for."""
+    limits = torch.finfo(torch.float32)
+    if not limits.tiny <= scale <= limits.max:
+        raise ValueError(f"{expected} as a finite float32 > 0; got {scale}")
+    return float(torch.tensor(scale, dtype=torch.float32))
 
 
 def _write_numbers(file: Path, numbers: Mapping[str, float]) -> None:

@@ -253,12 +253,8 @@ def calibrate(
 
     from pagedmla.plugin import calibrate as calibration
 
-    if scales is not None and (scales.exists() or not Path(model).is_dir()):
-        what = "a folder that isn't there yet" if scales.exists() else "a model in a local folder to lay scales over"
-        raise typer.BadParameter(
-            f"expected {what}; got {scales if scales.exists() else model}", param_hint="--write-scales"
-        )
     try:
+        calibration.check_targets(model, scales, json_file, picture)
         found = calibration.calibrate(
             model,
             text.read_text(encoding="utf-8"),
@@ -267,24 +263,28 @@ def calibrate(
             tensor_parallel=tensor_parallel,
             margin=margin,
         )
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     for table in calibration.tables(found):
         console.print(table)
     console.print(calibration.verdict(found))
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if scales is not None:
-        calibration.write_scales(found, scales)
-        console.print(f"k_scale of {len(found.layers)} layers: {scales}, to be served with --kv-cache-dtype fp8")
-    if picture is not None:
+    failed = []
+    for target, write in (
+        (scales, calibration.write_scales),
+        (json_file, calibration.write_json),
+        (picture, calibration.to_picture),
+    ):
         try:
-            calibration.to_picture(found, picture)
-        except (ValueError, ImportError, OSError) as error:
-            raise typer.BadParameter(str(error), param_hint="--picture") from error
+            if target is not None:
+                write(found, target)
+        except (ValueError, ImportError, OSError, RuntimeError) as error:  # the others are written all the same
+            failed.append(str(error))
+    if failed:
+        raise typer.BadParameter("; ".join(failed))
+    if scales is not None:
+        console.print(f"k_scale of {len(found.layers)} layers: {scales}, to be served with --kv-cache-dtype fp8")
 
 
 class CompiledExecutor(str, Enum):

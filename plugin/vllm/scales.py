@@ -13,17 +13,30 @@ from typing import Any
 
 from pagedmla.plugin.checkpoint_scales import read_scales
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.")
 
 
 def load_scales(model: str, layers: Iterable[tuple[str, Any]]) -> int:
-    """Give each (name, layer) the scale that the checkpoint `model` holds for it; how many got one."""
+    """Give each (name, layer) the scale that the checkpoint `model` holds for it; how many got one.
+
+    A name of the engine and one of the checkpoint may differ in what stands before `layers`; where the checkpoint has
+    several such, they mustn't. ValueError where that leaves a layer's scale in doubt.
+    """
     folder = Path(model)
     scales = read_scales(folder) if folder.is_dir() else {}
+    prefixes = {prefix for prefix, _ in scales}
     loaded = 0
     for name, layer in layers if scales else ():
-        matched = _LAYER.search(name)
-        scale = scales.get(int(matched[1])) if matched else None
+        matched = _LAYER.match(name)
+        if matched is None:
+            continue
+        prefix, number = matched[1] or "", int(matched[2])
+        if prefix not in prefixes:
+            if len(prefixes) > 1:
+                known = ", ".join(f"{each}.layers" for each in sorted(prefixes))
+                raise ValueError(f"{name}: expected its k_scale under its own name in {model}; got some of {known}")
+            (prefix,) = prefixes
+        scale = scales.get((prefix, number))
         if scale is not None:
             layer._k_scale.fill_(scale)
             layer._k_scale_float = scale

@@ -6,7 +6,10 @@ Numbers stand on e4m3's edges: 448 is the largest, 2^-9 the smallest, and 2^-10 
 from __future__ import annotations
 
 import json
+import re
+import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,7 +17,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pagedmla.plugin.calibrate import Calibration, _statistics, number_of, to_picture, verdict, write_scales
+from pagedmla.plugin.calibrate import (
+    Calibration,
+    _last_line,
+    _record,
+    _statistics,
+    calibrate,
+    number_of,
+    to_picture,
+    verdict,
+    write_scales,
+)
 from pagedmla.plugin.checkpoint_scales import INDEX, NAME, SHARD, _write_numbers, lay_over, read_scales
 from pagedmla.plugin.cli import app
 from pagedmla.plugin.latent_statistics import Errors, measure_layer, overall, per_tensor
@@ -97,37 +110,139 @@ def model(tmp_path: Path) -> Path:
 
 def test_scales_are_laid_over_a_checkpoint(model: Path, tmp_path: Path) -> None:
     before = {file.name: file.read_bytes() for file in model.iterdir()}
-    assert read_scales(model) == {1: 0.5}
+    assert read_scales(model) == {("model", 1): 0.5}
     out = tmp_path / "made" / "scaled"
     lay_over(model, out, {0: 0.25, 1: 1 / 3})
-    assert read_scales(out) == {0: 0.25, 1: pytest.approx(1 / 3, rel=1e-7)}
+    assert read_scales(out) == {("model", 0): 0.25, ("model", 1): pytest.approx(1 / 3, rel=1e-7)}
     assert (out / "config.json").read_text() == "{}"
     index = json.loads((out / INDEX).read_text())["weight_map"]
     assert index == {"model.norm.weight": "model.safetensors", NAME.format(0): SHARD, NAME.format(1): SHARD}
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
     again = tmp_path / "again"
     lay_over(out, again, {0: 2.0})  # what was laid over can be laid over
-    assert read_scales(again) == {0: 2.0}
+    assert read_scales(again) == {("model", 0): 2.0}
     with pytest.raises(FileExistsError):
         lay_over(model, out, {0: 1.0})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["again", "made", "model"]
+
+
+def write_file(file: Path, header: object, data: bytes = b"") -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e-60, 1e60])
+def test_scales_that_are_none(tmp_path: Path, model: Path, scale: float) -> None:
+    """1e-60 and 1e60 are fine in the float64 of a file, and 0 and inf in the float32 of a cache."""
+    entry = {"dtype": "F64", "shape": [], "data_offsets": [0, 8]}
+    write_file(tmp_path / "model.safetensors", {NAME.format(0): entry}, struct.pack("<d", scale))
+    message = rf"expected model.layers.0.self_attn.k_proj.k_scale as a finite float32 > 0; got {re.escape(str(scale))}"
+    with pytest.raises(ValueError, match=f"model.safetensors: {message}"):
+        read_scales(tmp_path)
+    with pytest.raises(ValueError, match=f"out: {message}"):  # what is written is what can be read
+        lay_over(model, tmp_path / "out", {0: scale})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_scale_is_float32(tmp_path: Path) -> None:
+    """A tool's float64 and another's float32 of one number are one scale."""
+    entries = {
+        "layers.0.self_attn.k_scale": {"dtype": "F64", "shape": [], "data_offsets": [0, 8]},
+        "layers.0.self_attn.attn.k_scale": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]},
+    }
+    write_file(tmp_path / "model.safetensors", entries, struct.pack("<df", 0.1, 0.1))
+    assert read_scales(tmp_path) == {("", 0): struct.unpack("<f", struct.pack("<f", 0.1))[0]}
+
+
+def test_two_names_of_a_layer_that_disagree(tmp_path: Path) -> None:
+    names = [f"model.layers.3.self_attn.{name}" for name in ("k_proj.k_scale", "attn.k_scale")]
+    _write_numbers(tmp_path / "model.safetensors", dict.fromkeys(names, 0.5))
+    assert read_scales(tmp_path) == {("model", 3): 0.5}
+    _write_numbers(tmp_path / "model.safetensors", dict(zip(names, (0.5, 0.25), strict=True)))
+    with pytest.raises(ValueError, match=r"expected one k_scale for layer 3; got 0\.5 and 0\.25"):
+        read_scales(tmp_path)
+
+
+def test_layers_beside_the_language_models(tmp_path: Path) -> None:
+    """A vision tower's layer 0 has a scale too: it isn't that of the language model's."""
+    vision = "vision_tower.encoder.layers.0.self_attn.k_proj.k_scale"
+    _write_numbers(tmp_path / "model.safetensors", {NAME.format(0): 0.5, vision: 0.25})
+    assert read_scales(tmp_path) == {("model", 0): 0.5, ("vision_tower.encoder", 0): 0.25}
+    layer = SimpleNamespace(_k_scale=torch.ones(()), _k_scale_float=1.0)
+    assert load_scales(str(tmp_path), [("model.layers.0.self_attn.attn", layer)]) == 1
+    assert (layer._k_scale_float, float(layer._k_scale)) == (0.5, 0.5)
+    with pytest.raises(ValueError, match=r"its own name .* got some of model.layers, vision_tower.encoder.layers"):
+        load_scales(str(tmp_path), [("language_model.model.layers.0.self_attn.attn", layer)])
+
+
+ENTRY = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("header", "data", "message"),
     [
-        ({NAME.format(0): 0.0}, "expected a finite model.layers.0.self_attn.k_proj.k_scale > 0; got 0.0"),
-        ({NAME.format(0): float("nan")}, "> 0; got nan"),
+        (b"{", b"", "expected JSON; got "),
+        (b"[" * 100_000, b"", "expected JSON; got "),
+        ([1], b"", "expected a JSON object; got list"),
+        ({NAME.format(0): [1]}, bytes(4), r"expected model.* as one number of F64, F32, .*; got \[1\]"),
+        ({NAME.format(0): {"dtype": "F32", "shape": []}}, bytes(4), "expected model.* as one number of "),
+        ({NAME.format(0): {**ENTRY, "dtype": ["F32"]}}, bytes(4), "expected model.* as one number of "),
+        ({NAME.format(0): {**ENTRY, "dtype": "I8"}}, bytes(4), "expected model.* as one number of "),
+        (
+            {NAME.format(0): {**ENTRY, "data_offsets": [-4, 0]}},
+            bytes(4),
+            r"expected model.* as one number of .* \[-4, 0\]",
+        ),
+        ({NAME.format(0): {**ENTRY, "data_offsets": [0, 8]}}, bytes(8), "expected model.* as one number of "),
+        ({NAME.format(0): {**ENTRY, "data_offsets": "04"}}, bytes(4), "expected model.* as one number of "),
+        ({NAME.format(0): ENTRY}, bytes(3), r"expected \d+ bytes or more, for model.*; got \d+"),
     ],
 )
-def test_scales_that_are_none(tmp_path: Path, written: dict[str, float], message: str) -> None:
-    _write_numbers(tmp_path / "model.safetensors", written)
-    with pytest.raises(ValueError, match=message):
+def test_broken_files(tmp_path: Path, header: object, data: bytes, message: str) -> None:
+    """Offsets before the data gave bytes of the header as a scale."""
+    write_file(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(ValueError, match=f"{tmp_path / 'model.safetensors'}: {message}"):
         read_scales(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "expected JSON; got "),
+        ("[]", "expected a JSON object; got list"),
+        ('{"weight_map": null}', r"expected weight_map as \{tensor: file\}; got None"),
+        ('{"weight_map": {"x": 1}}', "expected weight_map as "),
+    ],
+)
+def test_broken_indexes(tmp_path: Path, index: str, message: str) -> None:
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(ValueError, match=f"{tmp_path / INDEX}: {message}"):
+        read_scales(tmp_path)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_checkpoint_is_whole_or_not_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Interrupted, it left links without scales, to be served at 1, and in the way of the next attempt."""
+
+    def interrupted(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pagedmla.plugin.checkpoint_scales._write_numbers", interrupted)
+        with pytest.raises(error):
+            lay_over(model, tmp_path / "out", {0: 1.0})
+    assert list(tmp_path.iterdir()) == [model]
+    (model / "loop").symlink_to("loop")  # carried along as it is, like one that leads nowhere
+    lay_over(model, tmp_path / "out", {0: 1.0})
+    assert read_scales(tmp_path / "out") == {("model", 0): 1.0}
+    assert (tmp_path / "out").stat().st_mode == model.stat().st_mode
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected \*.safetensors to lay scales over; got none"):
-        lay_over(tmp_path, tmp_path / "out", {0: 1.0})
+        lay_over(tmp_path, tmp_path.with_name("out"), {0: 1.0})
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match="expected a safetensors file"):
         read_scales(tmp_path)
@@ -141,7 +256,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["k_proj.k_scale", "attn.k_scale", "k_scale", "mla_attn.mla_attn.k_scale"])
 def test_names_that_tools_give(tmp_path: Path, name: str) -> None:
     _write_numbers(tmp_path / "model.safetensors", {f"model.layers.3.self_attn.{name}": 0.125})
-    assert read_scales(tmp_path) == {3: 0.125}
+    assert read_scales(tmp_path) == {("model", 3): 0.125}
 
 
 def test_layers_get_the_checkpoints_scales(model: Path) -> None:
@@ -210,7 +325,7 @@ def test_report(found: Calibration, tmp_path: Path) -> None:
 
 
 def test_scales_of_a_model_that_is_not_here(found: Calibration, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a checkpoint in a local folder; got .*somewhere/model\. Download it"):
+    with pytest.raises(ValueError, match=r"a model in a local folder .*; got somewhere/model\. Download it"):
         write_scales(found, tmp_path / "out")
 
 
@@ -228,6 +343,118 @@ def test_misuse(tmp_path: Path, model: Path) -> None:
     assert "a model in a local folder" in invoke(
         "org/name", "--text", str(text), "--write-scales", str(tmp_path / "new")
     )
+
+
+@pytest.fixture
+def engine(found: Calibration, model: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An engine that only finds: what it was asked for."""
+    asked: list[str] = []
+
+    def run(name: str, text: str, **_: object) -> Calibration:
+        asked.append(name)
+        return replace(found, model=name)
+
+    monkeypatch.setattr("pagedmla.plugin.calibrate.calibrate", run)
+    return asked
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text").write_text("some text")
+    return tmp_path / "text"
+
+
+@pytest.mark.parametrize(
+    ("option", "target", "message"),
+    [
+        ("--json", "file/found.json", "file: expected a folder that files can be made in"),
+        ("--json", "/proc/found.json", "/proc: expected a folder that files can be made in"),
+        ("--json", "/proc/new/found.json", "/proc/new: expected a folder"),
+        ("--json", "dangling", "expected a file, or none; got a link that leads nowhere"),
+        ("--json", "scaled/found.json", "expected a place outside"),
+        ("--write-scales", "file/scaled", "file: expected a folder"),
+        ("--write-scales", "/proc/scaled", "/proc: expected a folder"),
+        ("--write-scales", "dangling", "dangling: expected a folder that isn't there yet"),
+        ("--write-scales", "model/scaled", "model/scaled: expected a folder outside the model's"),
+        ("--write-scales", "model/sub/scaled", "expected a folder outside the model's"),
+        ("--write-scales", "link/scaled", "link/scaled: expected a folder outside the model's"),
+        ("--picture", "file/latents.png", "file: expected a folder"),
+        ("--picture", "model", "model: expected a file; got a folder"),
+        ("--picture", "latents", "latents: expected an ending that names the format: png, svg or pdf"),
+        ("--picture", "latents.txt", "'txt' is not supported"),
+    ],
+)
+def test_targets_are_looked_at_before_the_engine_runs(
+    tmp_path: Path, model: Path, text: Path, engine: list[str], option: str, target: str, message: str
+) -> None:
+    """They were found out by a traceback, after an hour of the model's."""
+    if option == "--picture":
+        pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "link").symlink_to(model)
+    others = {"--json": "found.json", "--write-scales": "scaled"}
+    others[option] = target
+    arguments = [word for name, path in others.items() for word in (name, str(tmp_path / path))]
+    assert message in invoke(str(model), "--text", str(text), *arguments)
+    assert engine == []
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["dangling", "file", "link", "model", "text"]
+
+
+def test_a_checkpoint_without_safetensors(tmp_path: Path, text: Path, engine: list[str]) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "pytorch_model.bin").touch()
+    assert "old: expected *.safetensors to lay scales over; got none" in invoke(
+        str(tmp_path / "old"), "--text", str(text), "--write-scales", str(tmp_path / "scaled")
+    )
+    assert engine == []
+
+
+def test_what_can_be_written_is(
+    tmp_path: Path, model: Path, text: Path, engine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full by then costs the file that it had no room for, and no other."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "found.json")
+
+    arguments = (str(model), "--text", str(text), "--json", str(tmp_path / "new" / "found.json"))
+    with monkeypatch.context() as patched:
+        patched.setattr("pagedmla.plugin.calibrate.write_json", full)
+        assert "No space left on device: 'found.json'" in invoke(*arguments, "--write-scales", str(tmp_path / "scaled"))
+    assert set(read_scales(tmp_path / "scaled")) == {("model", 2), ("model", 10)}
+    done = CliRunner().invoke(app, ["calibrate", *arguments, "--write-scales", str(tmp_path / "again")])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "new" / "found.json").read_text())["model"] == str(model)
+    assert engine == [str(model)] * 2
+
+
+@pytest.mark.parametrize("margin", [float("inf"), float("nan"), 1e9, 0.5])
+def test_a_margin_that_is_none(margin: float) -> None:
+    """inf became scales that no loader takes."""
+    with pytest.raises(ValueError, match=f"margin: expected 1 to 229376; got {margin}"):
+        calibrate("model", "some text", margin=margin)
+
+
+def test_a_margin_that_is_none_is_said(model: Path, text: Path) -> None:
+    said = invoke(str(model), "--text", str(text), "--margin", "inf")
+    assert "margin: expected 1 to 229376; got inf" in said
+
+
+def test_an_engine_that_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A truncated file ended in a trace of 123 lines, which names no model."""
+
+    class Engine:
+        def __init__(self, **_: object) -> None:
+            raise Exception("while loading\n  incomplete metadata, file not fully covered\n")
+
+    vllm = ModuleType("vllm")
+    vllm.LLM, vllm.SamplingParams = Engine, None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    with pytest.raises(RuntimeError) as caught:
+        _record(str(model), "some text", 8, 8, 1, 1.0)
+    assert str(caught.value) == f"{model}: the engine failed: Exception: incomplete metadata, file not fully covered"
+    assert _last_line(ValueError()) == "ValueError"
 
 
 def test_without_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,3 +496,15 @@ def test_an_empty_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text"
     text.write_text(" \n")
     assert "text: expected some text to read; got none" in invoke(str(tmp_path), "--text", str(text))
+
+
+def test_the_pages_program_waits_for_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's processes read the program's file again: without a guard each began an engine of its own."""
+    page = Path(__file__).parents[2] / "docs" / "operators.md"
+    (script,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    vllm = ModuleType("vllm")
+    vllm.LLM = vllm.SamplingParams = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    exec(script, {"__name__": "__mp_main__"})
+    with pytest.raises(TypeError):
+        exec(script, {"__name__": "__main__"})
