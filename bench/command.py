@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from pagedmla.bench import model
 from pagedmla.bench.cases import (
     FLAGSHIP,
     IMBALANCED,
@@ -21,9 +22,8 @@ from pagedmla.bench.cases import (
     quick_cases,
 )
 from pagedmla.bench.measure import device_name
-from pagedmla.bench.pictures import draw
-from pagedmla.bench.rows import MEASURED
-from pagedmla.bench.run import Bench, make_console, write_report
+from pagedmla.bench.pictures import draw, expect_matplotlib
+from pagedmla.bench.run import Bench, expect_file, expect_folder, make_console, write_report
 from pagedmla.plugin.executors import executors as all_executors
 
 CPU_SECONDS = 30.0
@@ -69,9 +69,11 @@ def bench(
     device: torch.device | None = None,
     console: Console | None = None,
 ) -> bool:
-    """Run, print and write; whether everyone of ours was right. `device` None: the GPU that there is, else the CPU.
+    """Run, print and write; whether some of ours ran and all of them were right.
 
-    ValueError for options that contradict each other or name what isn't there.
+    `device` None: the GPU that there is, else the CPU. The JSON is written after every case and section, so what ends a
+    run late takes nothing with it. Before anything is measured: ValueError for options that contradict each other or
+    name what isn't there, OSError for files that can't be written or read, ImportError for pictures without matplotlib.
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -85,6 +87,14 @@ def bench(
         if name not in known:
             raise ValueError(f"--executor: expected one of {', '.join(known)}; got {name!r}")
     chosen = axes.cases()
+    if not on_gpu:
+        for compiled in (model.TRITON_TABLE, model.CUTLASS_TABLE):
+            model.expect_table(compiled)
+    if json_file is not None:
+        expect_file("--json", json_file)
+    if pictures is not None:
+        expect_matplotlib()
+        expect_folder("--pictures", pictures)
     default = quick_cases() if quick else full_gpu_cases() if full else gpu_cases() if on_gpu else cpu_cases()
     made = Bench(
         device,
@@ -92,20 +102,31 @@ def bench(
         CPU_SECONDS if seconds is None and not on_gpu else seconds,
         None if executors is None else tuple(executors),
     )
-    made.measure(chosen or default)
-    if not on_gpu:
-        made.model(axes.layouts, chosen)
-    if quick:
-        made.host((1, 64), seconds=0.02)
-    else:
-        made.host()
-    if growth:
-        made.growth()
-    measured = [row for row in made.rows if row.source == MEASURED]
-    if json_file is not None:
-        write_report(made.report(), json_file)
-    if pictures is not None:
+
+    def keep() -> None:
+        """A pipe gets the report once, in the end."""
+        if json_file is not None and (json_file.is_file() or not json_file.exists()):
+            write_report(made.report(), json_file)
+
+    try:
+        made.measure(chosen or default, after_each=keep)
+        if not on_gpu:
+            made.model(axes.layouts, chosen)
+            keep()
+        if quick:
+            made.host((1, 64), seconds=0.02)
+        else:
+            made.host()
+        if growth:
+            keep()
+            made.growth()
+    finally:
+        if json_file is not None:
+            write_report(made.report(), json_file)
+    if pictures is not None and not made.measured:
+        made.say("no pictures: nothing was measured")
+    elif pictures is not None:
         stem = json_file.stem if json_file is not None else "bench"
-        for path in draw(measured, made.roof, f"decode on {device_name(device)}", pictures, stem):
+        for path in draw(made.measured, made.roof, f"decode on {device_name(device)}", pictures, stem):
             made.say(str(path))
-    return not any(row.ours and row.correct is False for row in measured)
+    return made.ours_ran and not any(row.ours and row.correct is False for row in made.measured)

@@ -7,6 +7,7 @@ case that one of ours loses to a peer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,12 @@ MARKERS = "osD^vP*X"
 _DPI = 90
 
 
+def expect_matplotlib() -> None:
+    """ImportError names the extra where matplotlib isn't installed."""
+    if find_spec("matplotlib") is None:
+        raise ImportError("pictures need matplotlib: pip install pagedmla[plots]")
+
+
 def draw(rows: Sequence[Row], roof: Gpu | None, title: str, folder: Path, stem: str) -> list[Path]:
     """Writes STEM-roofline.png (where there is a roof), STEM-context.png and STEM-floor.png; returns their paths.
 
@@ -31,10 +38,9 @@ def draw(rows: Sequence[Row], roof: Gpu | None, title: str, folder: Path, stem: 
         raise ValueError("pictures: expected at least one row to draw; got none")
     if len({(row.source, row.device) for row in rows}) > 1:
         raise ValueError("pictures: expected rows of one source and device; measured and model aren't drawn together")
-    try:
-        import matplotlib
-    except ImportError as missing:
-        raise ImportError("pictures need matplotlib: pip install pagedmla[plots]") from missing
+    expect_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

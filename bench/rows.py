@@ -13,6 +13,7 @@ from pagedmla.hardware.cost import Gpu, StepCost
 
 MEASURED, MODEL = "measured", "model"
 ORACLE = OURS + "reference"  # the float64 meaning: timed, and no party to a race
+AT_LEAST = " (at least)"  # ends the name of a contender of whom only a bound is known
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Row:
 
     contender, reads          who, and the cache format that it reads
     correct, relative_l2      against float64, the largest row (None: a model computes no output)
-    share_of_floor            of the least time that the device could need for this contender's bytes and FLOPs
+    share_of_floor            of the least time that the device could need for this contender's bytes and FLOPs; None
+                              without a floor, and of a bound, which would be set against itself
     best_peer, speedup        of ours: the fastest correct peer in the same case, and its time over ours (< 1: we lose)
     """
 
@@ -53,6 +55,11 @@ class Row:
         return self.contender.startswith(OURS)
 
     @property
+    def bound(self) -> bool:
+        """Whether its time is only the least that it could be."""
+        return self.contender.endswith(AT_LEAST)
+
+    @property
     def loses(self) -> bool:
         """Against a peer; never of the oracle, which isn't meant to be fast."""
         return self.speedup is not None and self.speedup < 1 and self.contender != ORACLE
@@ -76,7 +83,7 @@ def make_row(
     tolerance: float | None = None,
 ) -> Row:
     """A row with what follows from its time; `roof` gives the floor, None leaves it out."""
-    floor = None if roof is None else cost.floor_us(roof, fp8_mma=fp8_mma)
+    floor = None if roof is None or contender.endswith(AT_LEAST) else cost.floor_us(roof, fp8_mma=fp8_mma)
     return Row(
         source=source,
         device=device,
@@ -90,7 +97,7 @@ def make_row(
         lengths=case.lengths,
         correct=None if relative_l2 is None or tolerance is None else relative_l2 <= tolerance,  # NaN is not
         relative_l2=relative_l2,
-        microseconds=round(microseconds, 1),
+        microseconds=round(microseconds, 1) if microseconds >= 100 else _significant(microseconds),
         gb_per_s=_significant(cost.bytes / microseconds / 1e3),
         tflop_per_s=_significant(cost.flops / microseconds / 1e6),
         share_of_floor=None if floor is None else round(floor / microseconds, 3),
@@ -110,9 +117,14 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
+def was_compared(row: Row) -> bool:
+    """Whether the row is ours, no oracle, and stands beside a peer that was right."""
+    return row.speedup is not None and row.contender != ORACLE
+
+
 def losing_regions(rows: Iterable[Row]) -> list[str]:
     """Where ours lose to a peer, a sentence for each contender, layout and number of heads; what wins isn't in it."""
-    compared = [row for row in rows if row.speedup is not None and row.contender != ORACLE]
+    compared = [row for row in rows if was_compared(row)]
     key = ("contender", "layout", "heads")
     compared.sort(key=lambda row: tuple(getattr(row, name) for name in key))
     sentences = []

@@ -7,7 +7,8 @@ A report is a dict of
     kernels   budgets of the compiled kernels (model)
     host      host time of a step's parts (measured)
     growth, balance   with `--growth`: how cost grows (measured), how evenly schedules cut (model)
-    absent    contender: why it has no row;  losing, wrong   sentences;  unmeasured   cases that the time didn't reach
+    absent    contender: why it has no row;  losing, wrong   sentences
+    unmeasured   cases that the time didn't reach;  left_out   case: why it wasn't measured (memory)
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,15 +31,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagedmla import __version__
-from pagedmla.bench import balance, growth, host_cost, model, table
+from pagedmla.bench import balance, growth, host_cost, memory, model, table
 from pagedmla.bench.cases import FLAGSHIP, PAGE_SIZE, Case, grid
 from pagedmla.bench.clocks import Clock, CpuClock, CudaClock
 from pagedmla.bench.measure import device_name, measure
 from pagedmla.bench.roofs import roof_of
-from pagedmla.bench.rows import Row, losing_regions, wrong_rows
+from pagedmla.bench.rows import MEASURED, Row, losing_regions, was_compared, wrong_rows
 from pagedmla.hardware.cost import H200, Gpu
 
 _WIDTH = 150  # where the output is no terminal
+_NAMED = 20  # cases in a list on the terminal; the JSON has all
 PACKAGES = (
     "torch",
     "triton",
@@ -61,6 +65,7 @@ class Bench:
     sections: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     unmeasured: list[Case] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
@@ -68,31 +73,68 @@ class Bench:
         self._clock: Clock = CudaClock(self.device) if self.device.type == "cuda" else CpuClock()
 
     def measure(self, cases: Sequence[Case], after_each: Callable[[], None] | None = None) -> None:
-        """Every case, with progress, and `after_each` of them; then the table, who loses where and who was left out."""
-        with self._progress() as progress:
-            task = progress.add_task("measuring", total=len(cases))
-            for at, case in enumerate(cases):
-                if self.seconds is not None and time.perf_counter() - self._started > self.seconds and at:
-                    self.unmeasured += cases[at:]
-                    break
-                progress.update(task, description=str(case))
+        """Every case, with progress, and `after_each` of them; then the table, who loses where and who was left out.
+
+        A case that memory can't hold is left out. Whatever else ends it, the table of what was measured is printed.
+        """
+        try:
+            with self._progress() as progress:
+                task = progress.add_task("measuring", total=len(cases))
+                for at, case in enumerate(cases):
+                    if self.seconds is not None and time.perf_counter() - self._started > self.seconds and at:
+                        self.unmeasured += cases[at:]
+                        break
+                    progress.update(task, description=str(case))
+                    _log(progress, f"{at + 1} of {len(cases)}: {case}")
+                    self._measure(case)
+                    if after_each is not None:
+                        after_each()
+                    progress.advance(task)
+        finally:
+            where = f"decode, one layer, measured on {device_name(self.device)}"
+            if self.measured:
+                self.console.print(table.case_table(self.measured, where, self.console.width))
+            self._tell()
+
+    def _measure(self, case: Case) -> None:
+        reason = memory.refusal(case, self.device)
+        if reason is None:
+            try:
                 found = measure(case, self.device, self._clock, self.roof, self.executors)
+            except (RuntimeError, MemoryError) as error:
+                if not memory.ran_out(error):
+                    raise
+                reason = f"memory ran out: {str(error).strip()[:200]}"
+            else:
                 self.rows += found.rows
-                for name, reason in found.absent.items():
-                    self.absent.setdefault(name, reason)
-                if after_each is not None:
-                    after_each()
-                progress.advance(task)
-        name = device_name(self.device)
-        self.console.print(table.case_table(self.rows, f"decode, one layer, measured on {name}", self.console.width))
-        self._tell()
+                for name, why in found.absent.items():
+                    self.absent.setdefault(name, why)
+        if reason is not None:
+            self.left_out[str(case)] = reason
+
+    @property
+    def measured(self) -> list[Row]:
+        return [row for row in self.rows if row.source == MEASURED]
+
+    @property
+    def ours_ran(self) -> bool:
+        """Whether any case was measured with an executor of ours."""
+        return any(row.ours for row in self.measured)
 
     def _tell(self) -> None:
-        for sentence in wrong_rows(self.rows):
+        for sentence in wrong_rows(self.measured):
             self.say(sentence, table.WRONG)
-        losing = losing_regions(self.rows)
-        for sentence in losing or ["pagedmla loses no case here to a peer"]:
-            self.say(sentence, table.LOSES if losing else None)
+        losing = losing_regions(self.measured)
+        for sentence in losing:
+            self.say(sentence, table.LOSES)
+        if not self.ours_ran:
+            self.say("no executor of ours ran: nothing here speaks for pagedmla; why is said below", table.WRONG)
+        elif not any(was_compared(row) for row in self.measured):
+            self.say("no executor of ours stood beside a peer that was right: nothing is compared")
+        elif not losing:
+            self.say("pagedmla loses no case here to a peer")
+        for name, reason in self.left_out.items():
+            self.say(f"{name} left out: {reason}", table.LOSES)
         for name, reason in self.absent.items():
             self.say(f"{name} left out: {reason}")
         self.say(f"us: {self._clock.name}")
@@ -103,7 +145,11 @@ class Bench:
                 f"(FP8 {self.roof.fp8_tflops:,.3g}) of {self.roof.name}{measured}"
             )
         if self.unmeasured:
-            self.say(f"{len(self.unmeasured)} cases were left out after {self.seconds:g} s; --seconds gives more time")
+            self.say(f"{len(self.unmeasured)} cases were left out after {self.seconds:g} s; --seconds gives more time:")
+            for case in self.unmeasured[:_NAMED]:
+                self.say(f"  {case}")
+            if len(self.unmeasured) > _NAMED:
+                self.say(f"  and {len(self.unmeasured) - _NAMED} more: `unmeasured` in the JSON names all")
 
     def model(self, layouts: Sequence[str] | None, cases: Sequence[Case] | None = None) -> None:
         """The compiled kernels' budgets on all GPUs, and a model of the cases on an H200. FileNotFoundError without a
@@ -125,14 +171,21 @@ class Bench:
         if len(shown) < len(budgets):
             self.say(f"{len(budgets) - len(shown)} more (GPUs, layouts, pages, query types) are in the JSON")
         cases = cases or [*grid(wanted or [FLAGSHIP], (16, 128), (1, 8, 32, 128), (4096,))]
+        cases = [case for case in cases if memory.refusal(case, torch.device("cuda")) is None]  # a host couldn't say it
         rows = [row for case in cases for row in model.step_rows(case, H200, triton, cutlass)]
         self.rows += rows
-        self.console.print(
-            table.case_table(rows, f"decode, one layer, a model of {H200.name}: nothing was run", self.console.width)
-        )
+        if rows:
+            title = f"decode, one layer, a model of {H200.name}: nothing was run"
+            self.console.print(table.case_table(rows, title, self.console.width))
 
     def host(self, requests: Sequence[int] = host_cost.REQUESTS, seconds: float = 0.1) -> None:
-        costs = list(host_cost.measure(requests, seconds=seconds))
+        costs = []
+        with self._progress() as progress:
+            task = progress.add_task("host time", total=None)
+            for cost in host_cost.measure(requests, seconds=seconds):
+                costs.append(cost)
+                progress.update(task, advance=1)
+                _log(progress, f"host time: {cost.what}, requests: {cost.requests}")
         self.sections["host"] = [cost.to_dict() for cost in costs]
         self.console.print(table.host_table(costs))
         self.say("launch: a layer, all of `attend` up to the driver; builder: vLLM metadata, where vllm is installed")
@@ -143,7 +196,9 @@ class Bench:
             task = progress.add_task("how cost grows", total=None)
             for row in growth.growth(requests, contexts):
                 found.append(row)
-                progress.update(task, description=f"{row.what}: {row.size:,} {row.unit}", advance=1)
+                text = f"{row.what}: {row.size:,} {row.unit}"
+                progress.update(task, description=text, advance=1)
+                _log(progress, text)
         self.sections["growth"] = [row.to_dict() for row in found]
         self.console.print(table.growth_table(found))
         balances = list(balance.balances())
@@ -176,11 +231,13 @@ class Bench:
             "losing": losing_regions(self.rows),
             "wrong": wrong_rows(self.rows),
             "unmeasured": [str(case) for case in self.unmeasured],
+            "left_out": self.left_out,
         }  # fmt: skip
 
     def _progress(self) -> Progress:
         columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        return Progress(*columns, console=Console(stderr=True), transient=True)
+        console = Console(stderr=True)
+        return Progress(*columns, console=console, transient=True, disable=not console.is_interactive)
 
     def say(self, sentence: str, style: str | None = None) -> None:
         self.console.print(sentence, style=style, highlight=False, markup=False)
@@ -190,6 +247,37 @@ def make_console() -> Console:
     """The terminal; a file or a pipe gets lines wide enough for the tables."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def _log(progress: Progress, line: str) -> None:
+    """A bar is drawn on terminals alone; a log gets a line."""
+    if not progress.console.is_interactive:
+        print(line, file=sys.stderr, flush=True)
+
+
+def expect_file(option: str, path: Path) -> None:
+    """OSError that names the option unless the file can be written; makes its folder, leaves its content."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a pipe, a device: to open one is to use it
+            return
+        new = not path.exists()
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise OSError(f"{option}: {path} can't be written: {error.strerror}") from error
+
+
+def expect_folder(option: str, path: Path) -> None:
+    """OSError that names the option unless files can be written there; makes the folder."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OSError(f"{option}: {path} can't be written to: {error.strerror}") from error
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

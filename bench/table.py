@@ -31,9 +31,9 @@ def case_table(rows: Sequence[Row], title: str, width: int = WIDE) -> Table:
         ("contender", "left", lambda row: row.contender),
         ("reads", "left", lambda row: row.reads),
         ("source", "left", lambda row: row.source),
-        ("us", "right", lambda row: ("~" if row.source == MODEL else "") + _number(row.microseconds)),
-        ("GB/s", "right", lambda row: _number(row.gb_per_s)),
-        ("TFLOP/s", "right", lambda row: _number(row.tflop_per_s)),
+        ("us", "right", lambda row: ("~" if row.source == MODEL else "") + _time(row.microseconds)),
+        ("GB/s", "right", lambda row: "-" if row.bound else _number(row.gb_per_s)),
+        ("TFLOP/s", "right", lambda row: "-" if row.bound else _number(row.tflop_per_s)),
         ("of floor", "right", lambda row: "-" if row.share_of_floor is None else f"{row.share_of_floor:.1%}"),
     ]
     if any(row.source != MODEL for row in rows):  # a model computes no output
@@ -160,6 +160,11 @@ def _host(cost: HostCost | None) -> str:
     if cost is None:
         return "-"
     return _number(cost.microseconds) + ("" if cost.beside is None else f" (vLLM {_number(cost.beside)})")
+
+
+def _time(microseconds: float) -> str:
+    """A model's smallest are nanoseconds."""
+    return f"{microseconds:,.1f}" if microseconds >= 1 else f"{microseconds:.3g}"
 
 
 def _number(value: Any) -> str:

@@ -391,7 +391,8 @@ def bench(
     """Decode, measured: ours beside the peers, right or wrong, fast or slow, in one table. Then models, marked as such.
 
     Without a GPU it times the executors of the CPU and a step's host cost, and models the compiled kernels. Options of
-    the case (layout, heads, ...) replace the default cases. Exit code 1 where a contender of ours is wrong.
+    the case (layout, heads, ...) replace the default cases. Exit code 1 where a contender of
+    ours is wrong, or none of ours ran.
     """
     from pagedmla.bench import command
 

@@ -58,8 +58,8 @@ def attend(
     layout: CacheLayout | str,
     executor: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """As `pagedmla.attend`, one op in a graph. Shapes, dtypes and errors are those of that call; arguments of another type
-    meet torch's schema first.
+    """As `pagedmla.attend`, one op in a graph. Shapes, dtypes and errors are those of that call; arguments of another
+    type meet torch's schema first.
     """
     expect_tensor(q, "q", [None, None, None], (), "It is [T, H, latent + rope].")
     kv_blocks, kv_scales, fields = _flattened(values)
@@ -82,8 +82,8 @@ def store(
     executor: str = AUTO,
     power_of_two: bool = False,
 ) -> None:
-    """As `pagedmla.store`, one op in a graph. Shapes, dtypes and errors are those of that call; arguments of another type
-    meet torch's schema first.
+    """As `pagedmla.store`, one op in a graph. Shapes, dtypes and errors are those of that call; arguments of another
+    type meet torch's schema first.
     """
     kv_blocks, kv_scales, fields = _flattened(values)
     described = (*_described(layout, layer), executor)

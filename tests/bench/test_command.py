@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from pagedmla.bench import command, growth, hopper, host_cost, pictures, table
+from pagedmla.bench import command, growth, hopper, host_cost, memory, pictures, table
+from pagedmla.bench import run as run_module
 from pagedmla.bench.cases import FLAGSHIP, Case
 from pagedmla.bench.command import Axes, bench
 from pagedmla.bench.rows import make_row
@@ -47,7 +48,7 @@ def test_the_report_the_table_and_the_pictures(tmp_path: Path) -> None:
     console, path = wide(), tmp_path / "deep" / "bench.json"
     assert bench(TINY, quick=True, json_file=path, pictures=tmp_path, device=CPU, console=console)
     report = json.loads(path.read_text())
-    assert {"about", "rows", "kernels", "host", "absent", "losing", "wrong", "unmeasured"} == report.keys()
+    assert {"about", "rows", "kernels", "host", "absent", "losing", "wrong", "unmeasured", "left_out"} == report.keys()
     assert report["about"]["roof"] == {"gb_per_s": 10.0, "tflop_per_s": 0.1, "fp8_tflop_per_s": 0.1}
     assert report["about"]["versions"]["torch"] == torch.__version__
     assert {row["source"] for row in report["rows"]} == {"measured", "model"}
@@ -83,7 +84,13 @@ def test_time_that_ran_out_is_told() -> None:
     made.measure([Case("bf16", 1, 1, 5), Case("bf16", 1, 1, 6), Case("bf16", 1, 1, 7)])
     assert {row.kv_len for row in made.rows} == {5}
     assert made.report()["unmeasured"] == ["bf16, 1 heads, 1 x 6 keys", "bf16, 1 heads, 1 x 7 keys"]
-    assert "2 cases were left out after 0 s" in printed(console)
+    assert (
+        "2 cases were left out after 0 s; --seconds gives more time: bf16, 1 heads, 1 x 6 keys "
+        "bf16, 1 heads, 1 x 7 keys"
+    ) in printed(console)
+    many = Bench(CPU, console, seconds=0.0)
+    many.measure([Case("bf16", 1, 1, kv_len) for kv_len in range(5, 30)])
+    assert "1 x 25 keys and 4 more: `unmeasured` in the JSON names all" in printed(console)
 
 
 def test_a_wrong_executor_is_told_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +146,109 @@ def test_pictures_refuse_to_mix(tmp_path: Path) -> None:
     assert {path.name for path in written} == {"bench-context.png", "bench-floor.png"}
 
 
+TOO_LONG = 99_999_999_999
+MEMORY = f"{FLAGSHIP}, 2 heads, 1 x {TOO_LONG} keys left out: needs about"
+
+
+def test_a_case_too_large_for_memory_is_left_out() -> None:
+    """`--kv-len 64 --kv-len 99999999999` ended in a traceback and 9999999 keys killed the process: cases were built
+    whatever their size."""
+    console = wide()
+    made = Bench(CPU, console)
+    made.measure(
+        [Case(FLAGSHIP, 2, 1, TOO_LONG), Case(FLAGSHIP, 2, TOO_LONG, 1, 1, "imbalanced"), Case("bf16", 2, 1, 5)]
+    )
+    assert {row.kv_len for row in made.rows} == {5}
+    assert list(made.report()["left_out"]) == [
+        f"{FLAGSHIP}, 2 heads, 1 x {TOO_LONG} keys",
+        f"{FLAGSHIP}, 2 heads, {TOO_LONG} x 1 keys, imbalanced",
+    ]
+    assert MEMORY in printed(console)
+    assert "no executor of ours" not in printed(console)
+
+
+@pytest.mark.parametrize("error", [MemoryError("none"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_runs_out_ends_one_case(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An estimate can be too small: what torch then raises left nothing of the other cases either."""
+    real = run_module.measure
+
+    def measure(case: Case, *rest: Any) -> Any:
+        if case.kv_len == 6:
+            raise error
+        return real(case, *rest)
+
+    monkeypatch.setattr(run_module, "measure", measure)
+    made = Bench(CPU, wide())
+    made.measure([Case("bf16", 1, 1, kv_len) for kv_len in (5, 6, 7)])
+    assert {row.kv_len for row in made.rows} == {5, 7}
+    assert made.left_out == {"bf16, 1 heads, 1 x 6 keys": f"memory ran out: {error}"}
+
+
+@pytest.mark.parametrize("late", ["measure", "model"])
+def test_a_late_fault_leaves_what_was_found(late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the last case took the table and the JSON of all before it: both came at the end only."""
+    real = run_module.measure
+
+    def measure(case: Case, *rest: Any) -> Any:
+        if late == "measure" and case.kv_len == 6:
+            raise RuntimeError("a fault")
+        return real(case, *rest)
+
+    def model(*rest: Any) -> None:
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(run_module, "measure", measure)
+    monkeypatch.setattr(Bench, "model", model)
+    console, path = wide(), tmp_path / "bench.json"
+    with pytest.raises(RuntimeError, match="a fault"):
+        bench(Axes(["bf16"], [1], [1], [5, 6]), quick=True, json_file=path, device=CPU, console=console)
+    found = {5} if late == "measure" else {5, 6}
+    assert {row["kv_len"] for row in json.loads(path.read_text())["rows"]} == found
+    assert "bf16 H=1 1 x 5" in printed(console)
+
+
+def test_the_json_is_there_after_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed writes nothing more: what it had measured must be in the file by then."""
+    path, held = tmp_path / "bench.json", []
+    real = run_module.measure
+
+    def measure(case: Case, *rest: Any) -> Any:
+        held.append(len(json.loads(path.read_text())["rows"]) if path.exists() else None)
+        return real(case, *rest)
+
+    monkeypatch.setattr(run_module, "measure", measure)
+    bench(Axes(["bf16"], [1], [1], [5, 6, 7]), quick=True, json_file=path, device=CPU, console=wide())
+    assert held == [None, 4, 8]
+
+
+def test_memory_is_estimated_from_numbers() -> None:
+    """Measured once: peaks of 940 MB for 65,536 keys, 1.9 GB for 16 x 8,192, 1 GB with 4 query tokens."""
+    for case, peak in (
+        (Case("bf16", 16, 1, 65536), 930e6),
+        (Case(FLAGSHIP, 128, 1, 65536), 986e6),
+        (Case(FLAGSHIP, 16, 16, 8192), 2.0e9),
+        (Case("fp8_ds_mla", 16, 1, 65536, 4), 1.08e9),
+    ):
+        assert 1 <= memory.needed_bytes(case, CPU) / peak < 1.6
+        assert memory.needed_bytes(case, torch.device("cuda")) < 1e7
+    assert memory.free_bytes() > 0
+
+
+def test_a_containers_limit_is_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's free memory doesn't help a process whose container has less; cached files are given back."""
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(memory, "_CGROUPS", [(limit, used)])
+    machine = memory.free_bytes()
+    limit.write_text("max\n")
+    used.write_text("700\n")
+    assert memory.free_bytes() == pytest.approx(machine, rel=0.2)
+    limit.write_text("1000\n")
+    assert memory.free_bytes() == 300
+    (tmp_path / "memory.stat").write_text("active_file 5\ninactive_file 60\n")
+    assert memory.free_bytes() == 360
+    assert (memory.refusal(Case("bf16", 1, 1, 5), CPU) or "").endswith("0.0 GB are free")
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
@@ -174,9 +284,85 @@ def test_wrong_usage_is_a_sentence(arguments: list[object], sentence: str) -> No
     assert sentence in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU cutlass and triton have other reasons")
+@pytest.mark.parametrize(("executor", "heads"), [("cutlass", 16), ("triton", 300)])
+def test_no_win_where_nothing_of_ours_ran(executor: str, heads: int) -> None:
+    """`--executor cutlass` on a CPU said "pagedmla loses no case here to a peer", exit code 0: only dense rows had
+    been measured."""
+    result = run("--quick", "--executor", executor, "--heads", heads, "--batch", 1, "--kv-len", 5)
+    output = " ".join(result.output.split())
+    assert result.exit_code == 1, output
+    assert "no executor of ours ran" in output
+    assert f"pagedmla {executor} left out: " in output
+    assert "loses no case" not in output
+
+
+def test_no_win_without_a_peer() -> None:
+    """The float64 oracle stands in no race, so alone it can't win one."""
+    console = wide()
+    made = Bench(CPU, console, executors=("reference",))
+    made.measure([Case("bf16", 1, 1, 5)])
+    assert "no executor of ours stood beside a peer that was right: nothing is compared" in printed(console)
+    assert "loses no case" not in printed(console)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU bench measures that")
+@pytest.mark.parametrize(("option", "name"), [("--json", "file/bench.json"), ("--pictures", "file/folder")])
+def test_files_are_tried_before_anything_is_measured(
+    option: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that can't be written was a clean sentence, after the whole run had been measured and was lost."""
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(Bench, "measure", lambda *rest, **options: pytest.fail("measured"))
+    result = run("--quick", option, tmp_path / name)
+    assert result.exit_code == 2, result.output
+    assert f"{option}: " in result.output
+    assert "can't be written" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_trying_a_file_leaves_it_as_it_is(tmp_path: Path) -> None:
+    """A run that is refused afterwards must not have cost an older report."""
+    old, new = tmp_path / "old.json", tmp_path / "deep" / "new.json"
+    old.write_text("kept")
+    for path in (old, new):
+        run_module.expect_file("--json", path)
+    assert old.read_text() == "kept"
+    assert not new.exists()
+
+
+def test_pictures_without_matplotlib_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The missing extra was named after the run that should have been drawn."""
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setattr(Bench, "measure", lambda *rest, **options: pytest.fail("measured"))
+    with pytest.raises(ImportError, match="pip install pagedmla"):
+        bench(TINY, pictures=tmp_path, device=CPU, console=wide())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU bench measures that")
+def test_where_nothing_fits_nothing_is_drawn(tmp_path: Path) -> None:
+    """No row at all is told, in the JSON too, and isn't a success."""
+    path = tmp_path / "bench.json"
+    result = run("--quick", "--heads", 2, "--batch", 1, "--kv-len", TOO_LONG, "--json", path, "--pictures", tmp_path)
+    output = " ".join(result.output.split())
+    assert result.exit_code == 1, output
+    assert MEMORY in output
+    assert "no pictures: nothing was measured" in output
+    assert len(json.loads(path.read_text())["left_out"]) == 1
+
+
+def test_a_log_gets_a_line_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+    """With stderr in a file a run of 50 s printed nothing: the progress bar is drawn on terminals alone."""
+    Bench(CPU, wide()).measure([Case("bf16", 1, 1, 5), Case("bf16", 1, 1, 6)])
+    assert capsys.readouterr().err.splitlines() == [
+        "1 of 2: bf16, 1 heads, 1 x 5 keys",
+        "2 of 2: bf16, 1 heads, 1 x 6 keys",
+    ]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is modelled")
 def test_without_a_compile_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagedmla.bench.model.TRITON_TABLE", tmp_path / "compile-triton.json")
+    monkeypatch.setattr(Bench, "measure", lambda *rest, **options: pytest.fail("measured"))  # known beforehand
     result = run("--quick")
     assert result.exit_code == 2
     assert "`pagedmla compile --json" in " ".join(result.output.replace("│", " ").split())

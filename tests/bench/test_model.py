@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pagedmla.bench.cases import FLAGSHIP, IMBALANCED, Case
 from pagedmla.bench.model import (
@@ -16,6 +18,7 @@ from pagedmla.bench.model import (
     kernel_rows,
     step_rows,
 )
+from pagedmla.bench.table import case_table
 from pagedmla.hardware.cost import B200, H100, H200
 
 
@@ -95,8 +98,23 @@ def test_steps_are_those_that_the_kernels_page_states(heads: int, contender: str
         assert made.source == "model"
         assert made.device == "H200"
         assert made.correct is made.relative_l2 is made.speedup is None
-        assert made.share_of_floor <= 1  # a model can't be faster than its own floor
+        assert made.bound == (made.share_of_floor is None)
+        assert made.bound or made.share_of_floor <= 1  # a model can't be faster than its own floor
     assert "pagedmla triton (at least)" in found
+
+
+def test_a_bound_of_nanoseconds_is_no_result() -> None:
+    """`pagedmla bench` printed "~0" us at 100 % of the floor for Triton at 64 keys: times were rounded to 0.1 us, and
+    a bound was set against the floor that it is."""
+    rows = step_rows(Case(FLAGSHIP, 16, 1, 64), H200, compile_table(TRITON_TABLE), compile_table(CUTLASS_TABLE))
+    (bound,) = [made for made in rows if made.bound]
+    assert bound.contender == "pagedmla triton (at least)"
+    assert bound.microseconds == pytest.approx((64 * 644 + 16 * (2 * 1088 + 4)) / 4.8e6, rel=1e-3)  # bytes, 4.8 TB/s
+    assert bound.share_of_floor is None
+    console = Console(file=io.StringIO(), width=160)
+    console.print(case_table(rows, "model", console.width))
+    (line,) = [line for line in console.file.getvalue().splitlines() if "at least" in line]
+    assert line.split()[-4:] == [f"~{bound.microseconds:.3g}", "-", "-", "-"]
 
 
 @pytest.mark.parametrize(
