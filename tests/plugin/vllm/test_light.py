@@ -6,13 +6,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pagedmla.plugin.vllm import counters
-from pagedmla.plugin.vllm.cache_dtypes import sized_spec
+from pagedmla.plugin.vllm.cache_dtypes import register_cache_dtype, sized_spec
 from pagedmla.plugin.vllm.entry_points import PLATFORM, cpu_platform
 
 ROOT = Path(__file__).parents[3]
@@ -51,6 +52,41 @@ def test_cpu_platform_is_inert_unless_asked_for(
 @pytest.mark.parametrize(("head_size", "size"), [(576, 644), (320, 388)])
 def test_our_format_sizes_its_tokens(name: str, head_size: int, size: int) -> None:
     assert sized_spec(Spec(name, head_size=head_size)).state_content_bytes == size
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A double of vLLM 0.33's registry of cache dtypes, name to handler: that release has no build for a CPU."""
+    known: dict[str, Any] = {"auto": None, "fp8": None}
+
+    def register_kv_cache_dtype(name: str) -> Any:
+        def keep(handler: Any) -> Any:
+            assert name not in known
+            known[name] = handler
+            return handler
+
+        return keep
+
+    for module, names in {
+        "vllm": {},
+        "vllm.config": {},
+        "vllm.config.cache": {"KV_CACHE_DTYPES": known, "register_kv_cache_dtype": register_kv_cache_dtype},
+        "vllm.v1": {},
+        "vllm.v1.kv_cache_interface": {"KVQuantMode": SimpleNamespace(CUSTOM="custom")},
+    }.items():
+        double = ModuleType(module)
+        vars(double).update(names)
+        monkeypatch.setitem(sys.modules, module, double)
+    return known
+
+
+def test_our_name_where_the_engine_takes_new_ones(registry: dict[str, Any]) -> None:
+    """As 0.33 calls a handler: for the dtype of the pages, and for who quantises them. Plugins load more than once."""
+    register_cache_dtype()
+    register_cache_dtype()
+    handler = registry["fp8_rope_bf16"]()
+    assert handler.torch_dtype() == torch.uint8
+    assert handler.quant_mode() == "custom"
 
 
 @pytest.mark.parametrize("spec", [Spec("auto"), Spec("fp8"), Spec("fp8_ds_mla", state_content_bytes=656)])
