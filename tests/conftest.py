@@ -5,6 +5,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -21,3 +22,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """No parameter is a set: it prints in another order in each process, so two workers collect tests of other names,
+    and xdist stops, one time in two."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        for name, value in callspec.params.items() if callspec else ():
+            if isinstance(value, set | frozenset):
+                raise pytest.UsageError(f"{item.nodeid}: parameter {name} is a {type(value).__name__}; pass a tuple")
