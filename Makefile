@@ -21,7 +21,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: run test test-cutlass test-engine test-other-vllm test-sglang test-max test-all fuzz bench gpu lint clean help
+.PHONY: run test test-cutlass test-engine test-other-vllm test-sglang test-max test-all engine-tests other-tests fuzz bench \
+  gpu lint clean help
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -69,8 +70,16 @@ test-cutlass: .venv/.develop ## install the CUTLASS DSL and compile every varian
 	$(PIP) --editable '.[cutlass]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) tests/cutlass_kernels
 
-test-all: test test-cutlass test-engine test-other-vllm test-sglang test-max ## all tests: every cache format and engine feature, an engine start each
+# Engines start one after another and wait for one core; what else there is keeps the other busy.
+test-all: test .venv-engine/.package .venv-sglang/.package .venv-max/.ready ## all tests: every cache format and engine feature, an engine start each
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line JOBS=1 engine-tests other-tests
+
+engine-tests:
+	$(MAKE) --no-print-directory --jobs=1 test-engine test-other-vllm
 	$(ENGINE)/pytest tests/engine --ignore=tests/engine/test_short.py
+
+other-tests:
+	$(MAKE) --no-print-directory --jobs=1 test-cutlass test-sglang test-max
 
 fuzz: .venv/.develop ## STEPS random steps of a serving engine from SEED, against float64; a script for each failure
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --steps $(STEPS) --seed $(SEED)
@@ -96,7 +105,7 @@ clean: ## remove the environment, builds and caches
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .venv/.created:
 	@test -n "$(PYTHON)" || { echo "pagedmla needs Python 3.10 to 3.13; found neither python3.11 nor python3." >&2; exit 1; }
