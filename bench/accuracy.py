@@ -33,6 +33,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from pagedmla.bench.layout_cache import LayoutCache
+from pagedmla.kv_cache.files import write_text
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 from pagedmla.kv_cache.quantise import E4M3_MAX
 
@@ -217,7 +218,7 @@ def main(
             "accuracy": [asdict(row) for row in found],
             "cached_rows": [asdict(row) for row in rows],
         }
-        as_json.write_text(json.dumps(content, indent=1) + "\n")
+        write_text(as_json, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -194,6 +194,8 @@ def main(
     """KL and next byte of each form of the CUTLASS kernels, through the engine."""
     import vllm
 
+    from pagedmla.kv_cache.files import write_text
+
     rows = measure(windows, window, Console(stderr=True))
     console = Console()
     (console if console.is_terminal else Console(width=120)).print(accuracy_table(rows))
@@ -208,7 +210,7 @@ def main(
             "torch": torch.__version__,
             "rows": [asdict(row) for row in rows],
         }
-        as_json.write_text(json.dumps(content, indent=1) + "\n")
+        write_text(as_json, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ from pagedmla.bench.cases import (
 )
 from pagedmla.bench.measure import device_name
 from pagedmla.bench.pictures import draw, expect_matplotlib
-from pagedmla.bench.run import Bench, expect_file, expect_folder, make_console, write_report
+from pagedmla.bench.run import Bench, make_console, write_report
+from pagedmla.kv_cache.files import expect_file, expect_folder
 from pagedmla.plugin.executors import executors as all_executors
 
 CPU_SECONDS = 30.0
@@ -91,10 +92,10 @@ def bench(
         for compiled in (model.TRITON_TABLE, model.CUTLASS_TABLE):
             model.expect_table(compiled)
     if json_file is not None:
-        expect_file("--json", json_file)
+        expect_file(json_file)
     if pictures is not None:
         expect_matplotlib()
-        expect_folder("--pictures", pictures)
+        expect_folder(pictures)
     default = quick_cases() if quick else full_gpu_cases() if full else gpu_cases() if on_gpu else cpu_cases()
     made = Bench(
         device,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pagedmla.bench.rows import Row
 from pagedmla.hardware.cost import Gpu
+from pagedmla.plugin.pictures import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +53,7 @@ def draw(rows: Sequence[Row], roof: Gpu | None, title: str, folder: Path, stem: 
     for name, figure in figures.items():
         figure.suptitle(f"{title}: {rows[0].source}", fontsize=10)
         path = folder / f"{stem}-{name}.png"
-        figure.savefig(path, dpi=_DPI)
+        write_picture(figure, path, _DPI)
         pyplot.close(figure)
         written.append(path)
     return written

@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from pagedmla.bench.measure import device_name, measure
 from pagedmla.bench.roofs import roof_of
 from pagedmla.bench.rows import MEASURED, Row, losing_regions, was_compared, wrong_rows
 from pagedmla.hardware.cost import H200, Gpu
+from pagedmla.kv_cache.files import write_text
 
 _WIDTH = 150  # where the output is no terminal
 _NAMED = 20  # cases in a list on the terminal; the JSON has all
@@ -255,33 +255,8 @@ def _log(progress: Progress, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def expect_file(option: str, path: Path) -> None:
-    """OSError that names the option unless the file can be written; makes its folder, leaves its content."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a pipe, a device: to open one is to use it
-            return
-        new = not path.exists()
-        with path.open("ab"):
-            pass
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise OSError(f"{option}: {path} can't be written: {error.strerror}") from error
-
-
-def expect_folder(option: str, path: Path) -> None:
-    """OSError that names the option unless files can be written there; makes the folder."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise OSError(f"{option}: {path} can't be written to: {error.strerror}") from error
-
-
 def write_report(report: dict[str, Any], path: Path) -> None:
-    """As JSON, a line a row, so that two runs can be compared line by line. Makes the folder."""
+    """As JSON, a line a row, so that two runs can be compared line by line. Whole or not at all; makes the folder."""
     parts = []
     for name, section in report.items():
         if isinstance(section, list) and section:
@@ -290,7 +265,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
             body = json.dumps(section, indent=2).replace("\n", "\n ")
         parts.append(f' "{name}": {body}')
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    write_text(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def _version(name: str) -> str | None:

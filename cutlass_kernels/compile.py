@@ -21,6 +21,7 @@ from pagedmla.cutlass_kernels.variants import CombineVariant, Variant
 from pagedmla.hardware import footprint, sass
 from pagedmla.hardware.loops import Instruction, Loop, natural_loops
 from pagedmla.hardware.targets import find_target
+from pagedmla.kv_cache.files import write_bytes, write_text
 from pagedmla.kv_cache.layouts import get_layout
 
 REPORT = Path("bench", "results", "compile-cutlass.json")
@@ -57,10 +58,10 @@ def compile_variant(variant: Variant | CombineVariant, out_dir: str | Path | Non
 
 
 def write_report(rows: Sequence[Mapping[str, Any]], path: str | Path = REPORT) -> None:
-    """Rows as JSON, one a line."""
+    """Rows as JSON, one a line. Makes the folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    write_text(path, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
 def warp_instructions_per_token(code: Sequence[Instruction]) -> float | None:
@@ -137,6 +138,6 @@ def _refusal(variant: Variant | CombineVariant, reason: str) -> dict[str, Any]:
 def _write(folder: Path, variant: Variant | CombineVariant, built: Built) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{variant.name}.{ARCHITECTURE}"
-    (folder / f"{stem}.ptx").write_text(built.ptx)
-    (folder / f"{stem}.cubin").write_bytes(built.cubin)
-    (folder / f"{stem}.sass").write_text(resources.disassemble(built.cubin))
+    write_text(folder / f"{stem}.ptx", built.ptx)
+    write_bytes(folder / f"{stem}.cubin", built.cubin)
+    write_text(folder / f"{stem}.sass", resources.disassemble(built.cubin))

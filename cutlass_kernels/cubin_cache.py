@@ -19,11 +19,12 @@ import importlib.metadata
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+
+from pagedmla.kv_cache.files import write_bytes, write_text
 
 _DSL = "nvidia-cutlass-dsl"
 _PACKAGE = "pagedmla"
@@ -183,8 +184,8 @@ class CubinCache:
         if hashlib.sha256(cubin.image).hexdigest() != cubin.sha256:
             raise CubinError(f"{cubin.variant}: the image isn't what its sha256 says")
         record = {key: value for key, value in asdict(cubin).items() if key != "image"}
-        _write(self._target / f"{_stem(cubin)}.cubin", cubin.image)
-        _write(self._target / f"{_stem(cubin)}.json", json.dumps(record, indent=1).encode() + b"\n")
+        write_bytes(self._target / f"{_stem(cubin)}.cubin", cubin.image)
+        write_text(self._target / f"{_stem(cubin)}.json", json.dumps(record, indent=1) + "\n")
         return cubin
 
     @contextlib.contextmanager
@@ -232,16 +233,3 @@ def _with_image(entry: Cubin, record: Path) -> Cubin:
     if digest != entry.sha256:
         raise CubinError(f"{path}: expected sha256 {entry.sha256}; got {digest}. Remove it and build again.")
     return Cubin(**{**asdict(entry), "image": image})
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All or nothing: readers see the old file or the new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

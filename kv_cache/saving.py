@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.files import replacing
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, resolve_layout
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, SplitKVHeadDims, single_device
 
@@ -40,7 +41,10 @@ def save_cache(
     query_start_loc: Tensor | None = None,
     request_names: Sequence[str] | None = None,
 ) -> None:
-    """Write one device's cache and its layout to `path`; with it query starts `[B + 1]` and the rows' names."""
+    """Write one device's cache and its layout to `path`; with it query starts `[B + 1]` and the rows' names.
+
+    `path` is replaced by the whole file or stays as it was. OSError names it.
+    """
     values = single_device(values)
     layout = resolve_layout(layout, values.kv_blocks, values.kv_scales)
     dims = values.split_head_dims
@@ -64,8 +68,13 @@ def save_cache(
         "request_names": None if request_names is None else [str(name) for name in request_names],
         "storages": storages.bytes,
     }
-    with Path(path).open("wb") as file:  # torch would hide why a file can't be written
-        torch.save(data, file)
+    with replacing(path) as file:
+        try:
+            torch.save(data, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch would hide why a file can't be written
+                raise error.__context__ from None
+            raise
 
 
 def load_cache(path: str | PathLike[str]) -> SavedCache:

@@ -6,7 +6,6 @@ layer, as `store` gets it. Statistics are made where the latents are, in the eng
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedmla.kv_cache.checks import ceildiv, counted
+from pagedmla.kv_cache.files import expect_file, write_text
 from pagedmla.kv_cache.quantise import E4M3_MAX
-from pagedmla.plugin.checkpoint_scales import check_overlay, lay_over, make_room
+from pagedmla.plugin.checkpoint_scales import check_overlay, lay_over
 from pagedmla.plugin.latent_statistics import MOST_ERROR, Errors, LayerStatistics, PerTensor, overall
+from pagedmla.plugin.pictures import expect_picture, new_figure, write_picture
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.table import Table
 
 RECORDER = "pagedmla.plugin.vllm.recorder.RecordsExtension"
@@ -124,6 +124,15 @@ def number_of(layer: str) -> int:
     return int(f".{layer}".split(_LAYER_MARK, 1)[1].split(".", 1)[0])
 
 
+def read_text(file: Path) -> str:
+    """ValueError where it isn't UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        where = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise ValueError(f"{file}: expected text in UTF-8; got {where}") from None
+
+
 def check_targets(model: str, scales: Path | None, json_file: Path | None, picture: Path | None) -> None:
     """Refuse what couldn't be written, before the engine has run for it. Makes the folders that targets lie in.
 
@@ -136,23 +145,9 @@ def check_targets(model: str, scales: Path | None, json_file: Path | None, pictu
             continue
         if scales is not None and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(scales)):
             raise ValueError(f"{file}: expected a place outside {scales}, which is made new")
-        _check_file(file)
+        expect_file(file)
     if picture is not None:
-        if not picture.suffix:
-            raise ValueError(f"{picture}: expected an ending that names the format: png, svg or pdf")
-        _figure().savefig(io.BytesIO(), format=picture.suffix[1:])
-
-
-def _check_file(file: Path) -> None:
-    if file.is_dir():
-        raise IsADirectoryError(f"{file}: expected a file; got a folder")
-    if file.exists():
-        if not os.access(file, os.W_OK):
-            raise PermissionError(f"{file}: expected a file that can be written")
-    elif file.is_symlink():
-        raise FileNotFoundError(f"{file}: expected a file, or none; got a link that leads nowhere")
-    else:
-        make_room(file.parent)
+        expect_picture(picture)
 
 
 def write_scales(calibration: Calibration, folder: Path) -> None:
@@ -161,7 +156,7 @@ def write_scales(calibration: Calibration, folder: Path) -> None:
 
 
 def write_json(calibration: Calibration, file: Path) -> None:
-    file.write_text(json.dumps(calibration.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(calibration.to_dict(), indent=1, allow_nan=False) + "\n")
 
 
 def _prepare_environment() -> None:
@@ -243,7 +238,7 @@ def to_picture(calibration: Calibration, path: str | PathLike[str]) -> None:
 
     ImportError names the extra where matplotlib is missing.
     """
-    figure = _figure()
+    figure = new_figure(9, 6)
     numbers = [number_of(each.layer) for each in calibration.layers]
     ranges, errors = figure.subplots(2, 1, sharex=True)
     ranges.plot(numbers, [each.latent_amax for each in calibration.layers], "o-", label="latent", color="#0072B2")
@@ -267,15 +262,7 @@ def to_picture(calibration: Calibration, path: str | PathLike[str]) -> None:
     for axes in (ranges, errors):
         axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(f"{calibration.model}, {calibration.tokens} tokens: {calibration.recommended}", fontsize=10)
-    figure.savefig(path)
-
-
-def _figure() -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install pagedmla[plots]") from error
-    return Figure(figsize=(9, 6), dpi=150, layout="constrained")
+    write_picture(figure, path)
 
 
 def _lost(one: PerTensor) -> str:

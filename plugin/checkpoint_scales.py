@@ -2,7 +2,10 @@
 
 Written and read by the name that quantisation tools give it, one float32 a layer:
 
-    model.layers.N.self_attn.k_proj.k_scale
+    model.layers.N.self_attn.k_proj.k_scale     or language_model.model.layers.N..., where a model has other parts too
+
+The language model's layers are those whose attention has a latent's projection (`kv_b_proj`): towers that see or hear
+have layers of the same numbers, which may have scales too, and attention of another kind.
 
 The safetensors format in short: the header's length (8 bytes, little endian), the header as JSON, {name: {dtype, shape,
 data_offsets}}, then the data.
@@ -14,34 +17,34 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pagedmla.kv_cache.checks import quoted
+from pagedmla.kv_cache.files import expect_folder
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-kv-scales.safetensors"
-NAME = "model.layers.{}.self_attn.k_proj.k_scale"
 
-_SCALE = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.self_attn\.(?:k_proj\.|attn\.|mla_attn\.)*k_scale$")
+_ATTENTION = r"(?:(.*)\.)?layers\.(\d+)\.self_attn\."
+_LATENT = re.compile(_ATTENTION + r"(?:kv_b_proj|kv_a_proj_with_mqa)\.")
+_SCALE = re.compile(_ATTENTION + r"(?:k_proj\.|attn\.|mla_attn\.)*k_scale$")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_scales(model: Path) -> dict[tuple[str, int], float]:
-    """The scale of each layer that has one, by what stands before `layers` in its name, and its number.
+    """The scale of each MLA layer that has one, by what stands before `layers` in its name, and its number.
 
     ValueError where one isn't a single finite float32 above 0, or where two names of one layer disagree.
     """
     found: dict[tuple[str, int], float] = {}
-    for name, file in _names(model).items():
-        matched = _SCALE.match(name)
-        if matched is None:
-            continue
+    names = _names(model)
+    for name, layer in _scale_names(names).items():
+        file = names[name]
         scale = _expect_float32(_read_number(model / file, name), f"{model / file}: expected {name}")
-        layer = matched[1] or "", int(matched[2])
         if found.setdefault(layer, scale) != scale:
             raise ValueError(
                 f"{model / file}: expected one k_scale for layer {layer[1]}; got {found[layer]} and {scale}"
@@ -53,16 +56,18 @@ def lay_over(model: Path, out: Path, scales: Mapping[int, float]) -> None:
     """Make `out` the checkpoint `model` with these scales: links to its files, one more shard, and an index of all.
 
     `model` itself stays as it is, and must stay where it is. Scales that it has already are left out of the index.
-    `out` is there whole or not at all. Raises what `check_overlay` does, and ValueError for a scale that float32
-    doesn't hold as a finite number > 0.
+    `out` is there whole or not at all. Raises what `check_overlay` does, and ValueError for a layer that the model
+    doesn't have, or a scale that float32 doesn't hold as a finite number > 0.
     """
+    check_overlay(model, out)
+    names = _names(model)
     made = {}
     for layer, scale in sorted(scales.items()):
-        name = NAME.format(layer)
+        name = _name_of_scale(model, names, layer)
         made[name] = _expect_float32(scale, f"{out}: expected {name}")
-    check_overlay(model, out)
+    replaced = _scale_names(names)
     index = _read_index(model)
-    kept = {name: file for name, file in _names(model).items() if not _SCALE.match(name)}
+    kept = {name: file for name, file in names.items() if name not in replaced}
     index["weight_map"] = {**kept, **dict.fromkeys(made, SHARD)}
     # Half a checkpoint would be served too, at a scale of 1.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
@@ -79,8 +84,8 @@ def lay_over(model: Path, out: Path, scales: Mapping[int, float]) -> None:
 def check_overlay(model: Path, out: Path) -> None:
     """Make `out`'s parent, and refuse what `lay_over` can't do, whatever the scales.
 
-    ValueError where `model` is no local folder or has no safetensors, or `out` would lie in it; FileExistsError where
-    `out` is there already; OSError where it can't be made.
+    ValueError where `model` is no local folder or has no MLA layers in safetensors, or `out` would lie in it;
+    FileExistsError where `out` is there already; OSError where it can't be made.
     """
     if not model.is_dir():
         raise ValueError(f"expected a model in a local folder to lay scales over; got {model}. Download it first")
@@ -88,19 +93,32 @@ def check_overlay(model: Path, out: Path) -> None:
         raise FileExistsError(f"{out}: expected a folder that isn't there yet")
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(model)):
         raise ValueError(f"{out}: expected a folder outside the model's, {model}, whose files it links to")
-    if not _names(model):
+    names = _names(model)
+    if not names:
         raise ValueError(f"{model}: expected *.safetensors to lay scales over; got none")
-    make_room(out.parent)
+    if not _layers(_LATENT, names):
+        raise ValueError(f"{model}: expected MLA layers (layers.N.self_attn.kv_b_proj) to lay scales over; got none")
+    expect_folder(out.parent)
 
 
-def make_room(folder: Path) -> None:
-    """Make a folder, if it isn't there. OSError where nothing can be written into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):  # a mode says too little of root, and of read-only file systems
-            pass
-    except OSError as error:
-        raise OSError(f"{folder}: expected a folder that files can be made in; got {error.strerror}") from error
+def _layers(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """The names that match, and the layer of each: what stands before `layers`, and its number."""
+    return {name: (matched[1] or "", int(matched[2])) for name in names if (matched := pattern.match(name))}
+
+
+def _scale_names(names: Collection[str]) -> dict[str, tuple[str, int]]:
+    """Which of a checkpoint's tensors are scales of an MLA layer, and of which."""
+    latent = set(_layers(_LATENT, names).values())
+    return {name: layer for name, layer in _layers(_SCALE, names).items() if layer in latent}
+
+
+def _name_of_scale(model: Path, names: Iterable[str], number: int) -> str:
+    """Of layer `number`, beside the checkpoint's own names of it."""
+    prefixes = sorted({prefix for prefix, each in _layers(_LATENT, names).values() if each == number})
+    if len(prefixes) != 1:
+        got = " and ".join(f"{prefix}.layers.{number}".lstrip(".") for prefix in prefixes) or "none"
+        raise ValueError(f"{model}: expected one MLA layer {number} to lay a scale over; got {got}")
+    return f"{prefixes[0]}.layers.{number}.self_attn.k_proj.k_scale".lstrip(".")
 
 
 def _names(model: Path) -> dict[str, str]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import sys
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +15,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    import torch
+
     from pagedmla.kv_cache.cache_report import CacheReport
+
+MOST = 2**31 - 1  # of anything that is counted: lengths and ids are int32
+_GIVEN_OUT = (
+    errno.EPIPE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+)  # of where output goes, however it is used
 
 app = typer.Typer(
     name="pagedmla",
@@ -21,6 +37,18 @@ app = typer.Typer(
     epilog="`pagedmla COMMAND --help` shows a command's options with examples.",
     rich_markup_mode="markdown",
 )
+
+
+@contextlib.contextmanager
+def _misuse(*errors: type[Exception], option: str | None = None) -> Iterator[None]:
+    """Errors of these kinds are told as wrong usage: a sentence, and exit code 2."""
+    try:
+        yield
+    except errors as error:
+        if isinstance(error, OSError) and error.errno in _GIVEN_OUT:
+            raise
+        sentence = str(error).partition("\n")[0]  # torch's have a backtrace behind it
+        raise typer.BadParameter(sentence, param_hint=option) from error
 
 
 def _print_version(asked: bool) -> None:
@@ -79,11 +107,14 @@ def inspect(
 
     Exit code 0: no problems (warnings don't count); 1: problems were found; 2: wrong usage.
     """
-    try:
+    if picture is not None:
+        from pagedmla.plugin.pictures import expect_picture
+
+        with _misuse(ValueError, ImportError, OSError, option="--picture"):
+            expect_picture(picture)
+    with _misuse(ValueError, TypeError, IndexError, OSError):
         earlier = None if before is None else _read_report(before, layer)
         report = _inspect_file(file, layer, earlier)
-    except (ValueError, TypeError, IndexError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1, allow_nan=False))
     else:
@@ -93,10 +124,7 @@ def inspect(
     if picture is not None:
         from pagedmla.plugin.report import to_picture
 
-        try:
-            to_picture(report, picture)
-        except (ValueError, ImportError, OSError) as error:
-            raise typer.BadParameter(str(error), param_hint="--picture") from error
+        to_picture(report, picture)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -139,15 +167,19 @@ def explain(
     layout: Annotated[
         str, typer.Option(help="bf16, fp16, fp32, fp8_flat, fp8_rope_bf16, fp8_rope_bf16_prescaled or fp8_ds_mla.")
     ] = "fp8_rope_bf16",
-    granularity: Annotated[int | None, typer.Option(help="fp8_flat: columns that share a scale.")] = None,
-    latent: Annotated[int, typer.Option(help="Latent columns (kv_lora_rank).")] = 512,
-    rope: Annotated[int, typer.Option(help="Rotary columns (qk_rope_head_dim).")] = 64,
-    heads: Annotated[int, typer.Option(help="Query heads on one device.")] = 128,
-    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
-    batch: Annotated[int, typer.Option(help="Most requests in a step.")] = 128,
-    tokens: Annotated[int | None, typer.Option(help="Most query tokens in a step. Default: one a request.")] = None,
-    max_length: Annotated[int, typer.Option(help="Most keys of a request, after the step.")] = 4096,
-    partitions: Annotated[int | None, typer.Option(help="Parts that a decode row's keys are cut into.")] = None,
+    granularity: Annotated[int | None, typer.Option(max=MOST, help="fp8_flat: columns that share a scale.")] = None,
+    latent: Annotated[int, typer.Option(max=MOST, help="Latent columns (kv_lora_rank).")] = 512,
+    rope: Annotated[int, typer.Option(max=MOST, help="Rotary columns (qk_rope_head_dim).")] = 64,
+    heads: Annotated[int, typer.Option(max=MOST, help="Query heads on one device.")] = 128,
+    page_size: Annotated[int, typer.Option(max=MOST, help="Tokens a page.")] = 64,
+    batch: Annotated[int, typer.Option(max=MOST, help="Most requests in a step.")] = 128,
+    tokens: Annotated[
+        int | None, typer.Option(max=MOST, help="Most query tokens in a step. Default: one a request.")
+    ] = None,
+    max_length: Annotated[int, typer.Option(max=MOST, help="Most keys of a request, after the step.")] = 4096,
+    partitions: Annotated[
+        int | None, typer.Option(max=MOST, help="Parts that a decode row's keys are cut into.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of the queries: bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     executor: Annotated[str, typer.Option(help="auto, or an executor by name.")] = "auto",
@@ -155,7 +187,10 @@ def explain(
         str, typer.Option(help="Of the CUTLASS kernels: auto, fp8 (one e4m3 term of Q), fp8x2 (two) or fp16.")
     ] = "auto",
 ) -> None:
-    """Which executor a configuration gets, why, why not the others, and the least time a step could take (a model)."""
+    """Which executor a configuration gets, why, why not the others, and the least time a step could take (a model).
+
+    Without a GPU here `--device cuda` is answered for one that isn't, and the first line says for which.
+    """
     import torch
 
     from pagedmla.kv_cache.layouts import get_layout
@@ -164,7 +199,9 @@ def explain(
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype not in dtypes:
         raise typer.BadParameter(f"expected one of {', '.join(dtypes)}; got {dtype}", param_hint="--dtype")
-    try:
+    with _misuse(ValueError, RuntimeError, option="--device"):
+        note = _absent_gpu(torch.device(device))
+    with _misuse(ValueError, TypeError, RuntimeError):
         made = outline(
             layout=get_layout(layout, latent=latent, rope=rope, granularity=granularity),
             num_heads=heads,
@@ -179,9 +216,29 @@ def explain(
             executor=executor,
             precision=precision,
         )
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from error
+    if note is not None:
+        typer.echo(note)
     typer.echo(made.explain())
+
+
+def _absent_gpu(device: torch.device) -> str | None:
+    """What stands for a GPU that isn't here; None for one that is, and for other devices. ValueError for a number that
+    none has, where there are some."""
+    import torch
+
+    from pagedmla.plugin.executor_triton import multiprocessors
+
+    if device.type != "cuda":
+        return None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return (
+            f"There is no GPU here. Partitions and workspace are those of an H200, with {multiprocessors(device)} "
+            "multiprocessors; ask again on a machine with the card that you mean"
+        )
+    if (device.index or 0) >= count:
+        raise ValueError(f"expected a GPU of this machine, cuda:0 to cuda:{count - 1}; got {device}")
+    return None
 
 
 @app.command(
@@ -199,15 +256,16 @@ def demo(
     ] = None,
 ) -> None:
     """Prefill and decode over a small FP8 cache, checked against float64. Exit code 1 where a result is off."""
+    from pagedmla.kv_cache.files import expect_file
     from pagedmla.kv_cache.layouts import LAYOUTS
     from pagedmla.plugin.demo import main as run_demo
 
     if layout not in LAYOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(LAYOUTS)}; got {layout}", param_hint="--layout")
-    try:
-        raise typer.Exit(run_demo(layout, save))
-    except OSError as error:
-        raise typer.BadParameter(str(error), param_hint="--save") from error
+    if save is not None:
+        with _misuse(OSError, option="--save"):
+            expect_file(save)
+    raise typer.Exit(run_demo(layout, save))
 
 
 @app.command(
@@ -253,18 +311,12 @@ def calibrate(
 
     from pagedmla.plugin import calibrate as calibration
 
-    try:
+    with _misuse(ValueError, ImportError, OSError, RuntimeError):
+        read = calibration.read_text(text)
         calibration.check_targets(model, scales, json_file, picture)
         found = calibration.calibrate(
-            model,
-            text.read_text(encoding="utf-8"),
-            tokens=tokens,
-            window=window,
-            tensor_parallel=tensor_parallel,
-            margin=margin,
+            model, read, tokens=tokens, window=window, tensor_parallel=tensor_parallel, margin=margin
         )
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from error
     console = Console()
     console = console if console.is_terminal else Console(width=160)
     for table in calibration.tables(found):
@@ -342,13 +394,8 @@ def compile_kernels(
     from pagedmla.plugin.compile_report import compile_cutlass, compile_triton
 
     build = compile_cutlass if executor is CompiledExecutor.cutlass else compile_triton
-    try:
-        rows = build(target, only, layout, out)
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from error
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    with _misuse(ValueError, ImportError, OSError, RuntimeError):
+        rows = build(target, only, layout, out, json_file)
     raise typer.Exit(1 if any("refused" in row for row in rows) else 0)
 
 
@@ -371,10 +418,12 @@ def bench(
         bool, typer.Option("--growth", help="Also how cost grows, and how evenly schedules cut.")
     ] = False,
     layout: Annotated[list[str] | None, typer.Option(help="Of the cache; again for more.")] = None,
-    heads: Annotated[list[int] | None, typer.Option(min=1, help="Query heads; again for more.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests a step; again for more.")] = None,
-    kv_len: Annotated[list[int] | None, typer.Option(min=1, help="Keys a request; again for more.")] = None,
-    q_len: Annotated[list[int] | None, typer.Option(min=1, help="Query tokens a request; again for more.")] = None,
+    heads: Annotated[list[int] | None, typer.Option(min=1, max=MOST, help="Query heads; again for more.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, max=MOST, help="Requests a step; again for more.")] = None,
+    kv_len: Annotated[list[int] | None, typer.Option(min=1, max=MOST, help="Keys a request; again for more.")] = None,
+    q_len: Annotated[
+        list[int] | None, typer.Option(min=1, max=MOST, help="Query tokens a request; again for more.")
+    ] = None,
     imbalanced: Annotated[bool, typer.Option("--imbalanced", help="Draw lengths around --kv-len.")] = False,
     executor: Annotated[list[str] | None, typer.Option(help="Time only these of ours; again for more.")] = None,
     seconds: Annotated[
@@ -397,16 +446,19 @@ def bench(
     from pagedmla.bench import command
 
     axes = command.Axes(layout, heads, batch, kv_len, q_len, imbalanced)
-    try:
+    with _misuse(ValueError, ImportError, OSError):
         right = command.bench(
             axes, quick=quick, full=full, growth=growth, executors=executor, seconds=seconds, json_file=json_file,
             pictures=pictures,
         )  # fmt: skip
-    except (ValueError, ImportError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     raise typer.Exit(0 if right else 1)
 
 
 def main() -> None:
     """Entry point of the `pagedmla` command."""
-    app(prog_name="pagedmla")
+    try:
+        app(prog_name="pagedmla")
+    except OSError as error:  # a disk that is full by now: of a file that is named, or of the output
+        with contextlib.suppress(OSError, AttributeError):  # stdout is None where it was closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer can't go out
+        sys.exit(f"pagedmla: {error}")

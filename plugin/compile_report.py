@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pagedmla.kv_cache.checks import quoted, refuse
+from pagedmla.kv_cache.files import expect_file, expect_folder, write_text
 from pagedmla.kv_cache.layouts import LAYOUTS
 
 _KEYS = (("kernel", "kernel"), ("target", "target"), ("layout", "layout"), ("rows", "rows"))
@@ -28,10 +30,13 @@ def compile_triton(
     kernels: Sequence[str] | None = None,
     layouts: Sequence[str] | None = None,
     out: Path | None = None,
+    json_file: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Build the Triton kernels that are asked for (None or nothing: all); returns the rows that were printed.
 
-    ValueError for a target that isn't known, or where nothing is left to build.
+    out, json_file    folder for the binaries and their listings, file for the rows: tried before anything is built
+
+    ValueError for a target that isn't known, or where nothing is left to build; OSError for what can't be written.
     """
     from pagedmla.hardware.targets import TARGETS, find_target
     from pagedmla.triton_kernels.compile import all_variants, compile_all
@@ -49,7 +54,7 @@ def compile_triton(
     ]
     if not wanted:
         raise _nothing(kernels, layouts)
-    return _with_progress(len(wanted), lambda on_row: compile_all(wanted, names, out, on_row))
+    return _build(len(wanted), lambda on_row: compile_all(wanted, names, out, on_row), out, json_file)
 
 
 def compile_cutlass(
@@ -57,6 +62,7 @@ def compile_cutlass(
     kernels: Sequence[str] | None = None,
     layouts: Sequence[str] | None = None,
     out: Path | None = None,
+    json_file: Path | None = None,
 ) -> list[dict[str, Any]]:
     """The same for the CUTLASS kernels: `out` receives cubins as a CubinCache keeps them, ready to be loaded.
 
@@ -87,7 +93,7 @@ def compile_cutlass(
     if not wanted:
         raise _nothing(kernels, layouts)
     cache = None if out is None else CubinCache([out])
-    return _with_progress(len(wanted), lambda on_row: compile_all(wanted, cache=cache, on_row=on_row))
+    return _build(len(wanted), lambda on_row: compile_all(wanted, cache=cache, on_row=on_row), out, json_file)
 
 
 def _check_names(option: str, given: Sequence[str] | None, known: set[str], more: str = "") -> None:
@@ -101,10 +107,15 @@ def _nothing(kernels: Sequence[str] | None, layouts: Sequence[str] | None) -> Va
     return ValueError(f"nothing to build: no variant of {kernels or 'any kernel'} in {layouts or 'any layout'}")
 
 
-def _with_progress(total: int, build: Any) -> list[dict[str, Any]]:
+def _build(total: int, build: Any, out: Path | None, json_file: Path | None) -> list[dict[str, Any]]:
+    """Builds, prints and writes, with progress meanwhile."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
+    if out is not None:
+        expect_folder(out)
+    if json_file is not None:
+        expect_file(json_file)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(),
                   console=Console(stderr=True), transient=True) as progress:  # fmt: skip
         task = progress.add_task("compile", total=total)
@@ -114,6 +125,8 @@ def _with_progress(total: int, build: Any) -> list[dict[str, Any]]:
 
         rows: list[dict[str, Any]] = build(on_row)
     _print(rows)
+    if json_file is not None:
+        write_text(json_file, json.dumps(rows, indent=1) + "\n")
     return rows
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedmla.kv_cache.cache_report import ERROR, NO_SCALES, CacheReport, Finding, PageInUse
 from pagedmla.kv_cache.checks import ceildiv
+from pagedmla.plugin.pictures import new_figure, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -321,13 +322,8 @@ def to_picture(report: CacheReport, path: str | PathLike[str]) -> None:
     """Draw the pools beside each other and write them to `path`, in the format that its ending names.
 
     A page is filled from below as far as its slots hold tokens; problems have a thick outline. Raises ImportError that
-    names the extra where matplotlib is missing.
+    names the extra where matplotlib is missing, ValueError for a format that it doesn't know.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("to_picture needs matplotlib: pip install pagedmla[plots]") from error
-
     maps = pool_maps(report)
     across = [_cells_across(pool.num_pages) for pool in maps]
     down = [max(1, ceildiv(pool.num_pages, cells)) for pool, cells in zip(maps, across)]
@@ -335,7 +331,7 @@ def to_picture(report: CacheReport, path: str | PathLike[str]) -> None:
     legend_rows = ceildiv(min(len(report.requests), MOST_LEGENDS) + 4, _LEGEND_COLUMNS)
     width = max(7.0, sum(across) * cell + 0.9 * len(maps) + 0.6)
     height = max(down) * cell + 1.5 + 0.24 * legend_rows
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    figure = new_figure(width, height)
     axes = figure.subplots(1, len(maps), squeeze=False, width_ratios=across)[0]
     for each, pool, cells in zip(axes, maps, across):
         _draw_pool(each, pool, cells, report.pool.page_size, letters=cell > 0.15)
@@ -348,7 +344,7 @@ def to_picture(report: CacheReport, path: str | PathLike[str]) -> None:
         frameon=False,
         fontsize=8.5,
     )
-    figure.savefig(path)
+    write_picture(figure, path)
 
 
 def _cells_across(num_pages: int) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from pagedmla.hardware import footprint
 from pagedmla.hardware.targets import TARGETS, Target, find_target
+from pagedmla.kv_cache.files import write_bytes, write_text
 
 _TENSOR_MEMORY_COLUMNS = 512  # of an sm_100 SM; Triton itself looks only at launch
 
@@ -212,7 +213,7 @@ def _write(folder: Path, name: str, target: Target, assemblies: Any) -> None:
     for kind in ("cubin", "ptx", "hsaco", "amdgcn"):
         content = assemblies.get(kind)
         if content is not None:
-            path = folder / f"{name}.{target.name}.{kind}"
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            whole = content if isinstance(content, bytes) else content.encode()
+            write_bytes(folder / f"{name}.{target.name}.{kind}", whole)
     if "cubin" in assemblies:
-        (folder / f"{name}.{target.name}.sass").write_text(footprint.disassemble(assemblies["cubin"]))
+        write_text(folder / f"{name}.{target.name}.sass", footprint.disassemble(assemblies["cubin"]))

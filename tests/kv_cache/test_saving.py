@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -104,6 +106,30 @@ def test_a_pool_of_another_layout_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kv_blocks: expected"):
         save_cache(tmp_path / "cache.pt", make_values(get_layout("bf16")), "fp8_rope_bf16")
     assert not (tmp_path / "cache.pt").exists()
+
+
+def test_a_disk_that_is_full_by_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a cache lay over the good one, and torch spoke of an "unexpected pos" in its archive instead of the disk."""
+    path = tmp_path / "cache.pt"
+    values = make_values(get_layout("bf16"))
+    save_cache(path, values, "bf16")
+    before = path.read_bytes()
+    real = Path.open
+
+    class Full(io.FileIO):
+        def write(self, data: object) -> int:
+            if self.tell() > 1000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    def opened(file: Path, mode: str) -> object:
+        return Full(file, mode) if mode == "xb" else real(file, mode)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(OSError, match=r"No space left on device: '.*cache\.pt'"):
+        save_cache(path, values, "bf16")
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["cache.pt"]
 
 
 def test_files_of_others(tmp_path: Path) -> None:

@@ -28,10 +28,13 @@ from pagedmla.plugin.calibrate import (
     verdict,
     write_scales,
 )
-from pagedmla.plugin.checkpoint_scales import INDEX, NAME, SHARD, _write_numbers, lay_over, read_scales
+from pagedmla.plugin.checkpoint_scales import INDEX, SHARD, _write_numbers, lay_over, read_scales
 from pagedmla.plugin.cli import app
 from pagedmla.plugin.latent_statistics import Errors, measure_layer, overall, per_tensor
 from pagedmla.plugin.vllm.scales import load_scales
+
+NAME = "model.layers.{}.self_attn.k_proj.k_scale"
+LATENT = "model.layers.{}.self_attn.kv_b_proj.weight"  # what makes a layer one of an MLA model
 
 
 def rows(tokens: int = 64, latent: float = 1.0, rope: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,13 +101,16 @@ def test_recommendations() -> None:
 # Scales on disk
 
 
+WEIGHTS = {"model.norm.weight": 1.0, **{LATENT.format(layer): 1.0 for layer in (0, 1, 2, 10)}}
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A checkpoint of one file, with a scale of layer 1 that it brought along."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    _write_numbers(folder / "model.safetensors", {"model.norm.weight": 1.0, NAME.format(1): 0.5})
+    _write_numbers(folder / "model.safetensors", {**WEIGHTS, NAME.format(1): 0.5})
     return folder
 
 
@@ -116,7 +122,7 @@ def test_scales_are_laid_over_a_checkpoint(model: Path, tmp_path: Path) -> None:
     assert read_scales(out) == {("model", 0): 0.25, ("model", 1): pytest.approx(1 / 3, rel=1e-7)}
     assert (out / "config.json").read_text() == "{}"
     index = json.loads((out / INDEX).read_text())["weight_map"]
-    assert index == {"model.norm.weight": "model.safetensors", NAME.format(0): SHARD, NAME.format(1): SHARD}
+    assert index == {**dict.fromkeys(WEIGHTS, "model.safetensors"), NAME.format(0): SHARD, NAME.format(1): SHARD}
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
     again = tmp_path / "again"
     lay_over(out, again, {0: 2.0})  # what was laid over can be laid over
@@ -135,7 +141,7 @@ def write_file(file: Path, header: object, data: bytes = b"") -> None:
 def test_scales_that_are_none(tmp_path: Path, model: Path, scale: float) -> None:
     """1e-60 and 1e60 are fine in the float64 of a file, and 0 and inf in the float32 of a cache."""
     entry = {"dtype": "F64", "shape": [], "data_offsets": [0, 8]}
-    write_file(tmp_path / "model.safetensors", {NAME.format(0): entry}, struct.pack("<d", scale))
+    write_file(tmp_path / "model.safetensors", {LATENT.format(0): {}, NAME.format(0): entry}, struct.pack("<d", scale))
     message = rf"expected model.layers.0.self_attn.k_proj.k_scale as a finite float32 > 0; got {re.escape(str(scale))}"
     with pytest.raises(ValueError, match=f"model.safetensors: {message}"):
         read_scales(tmp_path)
@@ -147,6 +153,7 @@ def test_scales_that_are_none(tmp_path: Path, model: Path, scale: float) -> None
 def test_a_scale_is_float32(tmp_path: Path) -> None:
     """A tool's float64 and another's float32 of one number are one scale."""
     entries = {
+        "layers.0.self_attn.kv_b_proj.weight": {},
         "layers.0.self_attn.k_scale": {"dtype": "F64", "shape": [], "data_offsets": [0, 8]},
         "layers.0.self_attn.attn.k_scale": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]},
     }
@@ -156,23 +163,69 @@ def test_a_scale_is_float32(tmp_path: Path) -> None:
 
 def test_two_names_of_a_layer_that_disagree(tmp_path: Path) -> None:
     names = [f"model.layers.3.self_attn.{name}" for name in ("k_proj.k_scale", "attn.k_scale")]
-    _write_numbers(tmp_path / "model.safetensors", dict.fromkeys(names, 0.5))
+    _write_numbers(tmp_path / "model.safetensors", {LATENT.format(3): 1.0, **dict.fromkeys(names, 0.5)})
     assert read_scales(tmp_path) == {("model", 3): 0.5}
-    _write_numbers(tmp_path / "model.safetensors", dict(zip(names, (0.5, 0.25), strict=True)))
+    _write_numbers(tmp_path / "model.safetensors", {LATENT.format(3): 1.0, names[0]: 0.5, names[1]: 0.25})
     with pytest.raises(ValueError, match=r"expected one k_scale for layer 3; got 0\.5 and 0\.25"):
         read_scales(tmp_path)
 
 
-def test_layers_beside_the_language_models(tmp_path: Path) -> None:
-    """A vision tower's layer 0 has a scale too: it isn't that of the language model's."""
-    vision = "vision_tower.encoder.layers.0.self_attn.k_proj.k_scale"
-    _write_numbers(tmp_path / "model.safetensors", {NAME.format(0): 0.5, vision: 0.25})
-    assert read_scales(tmp_path) == {("model", 0): 0.5, ("vision_tower.encoder", 0): 0.25}
+VISION = "vision_tower.encoder.layers.0.self_attn.{}"
+
+
+@pytest.mark.parametrize("prefix", ["model", "language_model.model", "model.language_model", ""])
+@pytest.mark.parametrize("scales", ["both", "the tower", "the language model"])
+def test_towers_beside_the_language_model(tmp_path: Path, prefix: str, scales: str) -> None:
+    """A vision tower's scale of its layer 0, the only one of the checkpoint, became that of the language model's."""
+    mine = f"{prefix}.layers.0.self_attn.".lstrip(".")
+    tensors = {f"{mine}kv_a_proj_with_mqa.weight": 1.0, VISION.format("k_proj.weight"): 1.0}
+    if scales != "the tower":
+        tensors[f"{mine}k_proj.k_scale"] = 0.5
+    if scales != "the language model":
+        tensors[VISION.format("k_proj.k_scale")] = 0.25
+    _write_numbers(tmp_path / "model.safetensors", tensors)
+    found = {} if scales == "the tower" else {(prefix, 0): 0.5}
+    assert read_scales(tmp_path) == found
     layer = SimpleNamespace(_k_scale=torch.ones(()), _k_scale_float=1.0)
-    assert load_scales(str(tmp_path), [("model.layers.0.self_attn.attn", layer)]) == 1
-    assert (layer._k_scale_float, float(layer._k_scale)) == (0.5, 0.5)
-    with pytest.raises(ValueError, match=r"its own name .* got some of model.layers, vision_tower.encoder.layers"):
-        load_scales(str(tmp_path), [("language_model.model.layers.0.self_attn.attn", layer)])
+    assert load_scales(str(tmp_path), [("language_model.model.layers.0.self_attn.attn", layer)]) == len(found)
+    assert layer._k_scale_float == float(layer._k_scale) == found.get((prefix, 0), 1.0)
+
+
+def test_two_language_models(tmp_path: Path) -> None:
+    """A draft's layers beside the model's: a layer of the engine that has neither's name is nobody's."""
+    mine, draft = LATENT.format(0), "draft.layers.0.self_attn.kv_b_proj.weight"
+    scales = {NAME.format(0): 0.5, "draft.layers.0.self_attn.k_proj.k_scale": 0.25}
+    (tmp_path / "model").mkdir()
+    _write_numbers(tmp_path / "model" / "model.safetensors", {mine: 1.0, draft: 1.0, **scales})
+    assert read_scales(tmp_path / "model") == {("model", 0): 0.5, ("draft", 0): 0.25}
+    layer = SimpleNamespace(_k_scale=torch.ones(()), _k_scale_float=1.0)
+    assert load_scales(str(tmp_path / "model"), [("model.layers.0.self_attn.attn", layer)]) == 1
+    assert layer._k_scale_float == 0.5
+    with pytest.raises(ValueError, match=r"its own name .* got some of draft.layers, model.layers"):
+        load_scales(str(tmp_path / "model"), [("language_model.model.layers.0.self_attn.attn", layer)])
+    with pytest.raises(ValueError, match=r"one MLA layer 0 to lay a scale over; got draft.layers.0 and model.layers.0"):
+        lay_over(tmp_path / "model", tmp_path / "out", {0: 1.0})
+
+
+def test_scales_are_laid_over_the_language_model_alone(tmp_path: Path) -> None:
+    """They were named model.layers, whatever the model's layers are called, and the tower's own were left out."""
+    (tmp_path / "model").mkdir()
+    mine = "language_model.model.layers.0.self_attn."
+    tower = VISION.format("k_proj.k_scale")
+    tensors = {f"{mine}kv_b_proj.weight": 1.0, f"{mine}attn.k_scale": 0.5, tower: 0.25}
+    _write_numbers(tmp_path / "model" / "model.safetensors", tensors)
+    lay_over(tmp_path / "model", tmp_path / "out", {0: 0.125})
+    assert read_scales(tmp_path / "out") == {("language_model.model", 0): 0.125}
+    assert json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"] == {
+        f"{mine}kv_b_proj.weight": "model.safetensors",
+        f"{mine}k_proj.k_scale": SHARD,
+        tower: "model.safetensors",
+    }
+    with pytest.raises(ValueError, match="expected one MLA layer 1 to lay a scale over; got none"):
+        lay_over(tmp_path / "model", tmp_path / "more", {1: 0.125})
+    _write_numbers(tmp_path / "model" / "model.safetensors", {tower: 0.25})
+    with pytest.raises(ValueError, match=r"expected MLA layers .* to lay scales over; got none"):
+        lay_over(tmp_path / "model", tmp_path / "more", {0: 0.125})
 
 
 ENTRY = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
@@ -200,7 +253,9 @@ ENTRY = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
 )
 def test_broken_files(tmp_path: Path, header: object, data: bytes, message: str) -> None:
     """Offsets before the data gave bytes of the header as a scale."""
-    write_file(tmp_path / "model.safetensors", header, data)
+    write_file(
+        tmp_path / "model.safetensors", {LATENT.format(0): {}, **header} if isinstance(header, dict) else header, data
+    )
     with pytest.raises(ValueError, match=f"{tmp_path / 'model.safetensors'}: {message}"):
         read_scales(tmp_path)
 
@@ -248,14 +303,16 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_scales(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     _write_numbers(tmp_path / "other.safetensors", {"x": 1.0})
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {NAME.format(0): "other.safetensors"}}))
+    names = LATENT.format(0), NAME.format(0)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "other.safetensors")}))
     with pytest.raises(ValueError, match="as the index says; got none"):
         read_scales(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["k_proj.k_scale", "attn.k_scale", "k_scale", "mla_attn.mla_attn.k_scale"])
 def test_names_that_tools_give(tmp_path: Path, name: str) -> None:
-    _write_numbers(tmp_path / "model.safetensors", {f"model.layers.3.self_attn.{name}": 0.125})
+    tensors = {LATENT.format(3): 1.0, f"model.layers.3.self_attn.{name}": 0.125}
+    _write_numbers(tmp_path / "model.safetensors", tensors)
     assert read_scales(tmp_path) == {("model", 3): 0.125}
 
 
@@ -296,8 +353,10 @@ def test_an_extension_records_once() -> None:
     worker.pagedmla_record(8)
     assert recorder.recorder is not None
     recorder.recorder.add("model.layers.0.attn", *rows(4), torch.arange(4))
+    recorder.recorder.add("model.layers.1.attn", *rows(4), torch.full((4,), -1))  # an engine's dummy run
     found = worker.pagedmla_recorded()
     assert recorder.recorder is None
+    assert list(found) == ["model.layers.0.attn"]
     assert found["model.layers.0.attn"]["tokens"] == 4
     assert _statistics(json.loads(json.dumps(found["model.layers.0.attn"]))) == measure_layer(
         "model.layers.0.attn", *rows(4)

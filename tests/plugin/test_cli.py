@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import pagedmla
 from pagedmla import store
 from pagedmla.kv_cache.page_pool import PagePool
 from pagedmla.kv_cache.saving import save_cache
-from pagedmla.plugin.cli import app
+from pagedmla.plugin.cli import app, main
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -256,7 +259,7 @@ def test_compile_says_why_a_target_refuses(monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "sentence"),
     [
         (["--target", "sm_70"], "target: expected one of sm_80, sm_89, sm_90, sm_100, gfx942, gfx950; got 'sm_70'"),
-        (["--only", "sort"], "only: expected one of decode, decompress, merge, mixed, prefill, store; got 'sort'"),
+        (["--only", "sort"], "only: expected one of decode, decompress, merge, "),
         (["--only", "merge", "--only", "decoed"], "store; got 'decoed'"),
         (["--layout", "fp8"], "got 'fp8'"),
         (["--only", "prefill", "--layout", "fp8_flat"], "nothing to build: no variant of ['prefill'] in ['fp8_flat']"),
@@ -294,15 +297,125 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
 
 
 def test_demo_where_nothing_can_be_saved(tmp_path: Path) -> None:
-    assert_misused(run("demo", "--save", tmp_path / "none" / "x.pt"), "No such file or directory")
-    assert_misused(run("demo", "--save", tmp_path), "Is a directory")
+    assert_misused(run("demo", "--save", "/proc/none/x.pt"), "--save: /proc/none: expected a folder that files can be")
+    assert_misused(run("demo", "--save", tmp_path), "expected a file; got a folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("pages", "--picture: pages: expected an ending that names the format: png, svg or pdf"),
+        (".", "--picture: .: expected an ending"),
+        ("/proc/none/pages.png", "--picture: /proc/none: expected a folder that files can be made in"),
+        ("pages.txt", "'txt' is not supported"),
+    ],
+)
+def test_pictures_that_cant_be_drawn_are_told_before_the_report(tmp_path: Path, name: str, sentence: str) -> None:
+    """`--picture pages` drew pages.png, "" drew .png, and a wrong folder was told below the report, whose exit code it
+    took."""
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
+    result = run("inspect", save(tmp_path / "cache.pt", break_scales=True), "--picture", name)
+    assert_misused(result, sentence)
+    assert "value pages" not in result.output
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+def test_compile_tries_its_files_before_it_builds(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour of builds ended in a traceback where the table couldn't be written; nothing is made for a slip."""
+    pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
+    monkeypatch.setattr("pagedmla.triton_kernels.compile.compile_all", lambda *_: pytest.fail("built"))
+    assert_misused(run("compile", "--only", "merge", option, "/proc/none/x"), "/proc/none")
+
+
+def test_a_table_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that breaks off leaves the table of the last one, and no folder or file for a kernel that isn't there."""
+    pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
+    table = tmp_path / "table.json"
+    table.write_text("[]")
+    assert_misused(run("compile", "--only", "sort", "--out", tmp_path / "out", "--json", tmp_path / "new.json"), "sort")
+
+    def breaks_off(*_: object) -> None:
+        raise RuntimeError("build: the compiler's process ended with -9")
+
+    monkeypatch.setattr("pagedmla.triton_kernels.compile.compile_all", breaks_off)
+    assert_misused(run("compile", "--only", "merge", "--json", table), "ended with -9")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"table.json": "[]"}
+
+
+@pytest.mark.parametrize("option", ["--heads", "--page-size", "--batch", "--tokens", "--max-length", "--latent"])
+def test_numbers_that_no_int32_holds(option: str) -> None:
+    """`--heads 99999999999999999999` printed a backtrace of C++."""
+    assert_misused(run("explain", option, 2**31), f"'{option}': Input should be less than or equal to {2**31 - 1}")
+
+
+def test_a_workspace_that_no_memory_has_is_one_sentence() -> None:
+    most = 2**31 - 1
+    result = run("explain", "--heads", most, "--tokens", most)
+    assert_misused(result, "overflowed")
+    assert "frame #" not in result.output
+
+
+def test_text_that_is_none(tmp_path: Path) -> None:
+    """The decoder's own words named no file."""
+    (tmp_path / "text").write_bytes(b"ab\xff")
+    result = run("calibrate", tmp_path, "--text", tmp_path / "text")
+    assert_misused(result, "expected text in UTF-8; got byte 0xff at 2")
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, stdout: TextIO, *arguments: str) -> object:
+    """What `main` exits with, when it prints to `stdout`."""
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "argv", ["pagedmla", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback, or "Invalid value for --save" of whatever was printed: neither is wrong usage."""
+    sentence = "pagedmla: [Errno 28] No space left on device"
+    with Path("/dev/full").open("w") as full:
+        assert ended(monkeypatch, full, "explain") == sentence
+    with Path("/dev/full").open("w") as full:
+        assert ended(monkeypatch, full, "demo", "--save", "/dev/null") == sentence
+    with Path("/dev/null").open("w") as null:
+        assert ended(monkeypatch, null, "demo", "--save", "/dev/full") == f"{sentence}: '/dev/full'"
+
+
+def test_a_reader_that_leaves_early_is_no_misuse(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    """`pagedmla explain | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w") as left:
+        assert ended(monkeypatch, left, "explain") == 1
+    assert capfd.readouterr().err == ""
 
 
 def test_explain_needs_neither_the_device_nor_the_memory() -> None:
     """It allocated the workspace: an AssertionError without CUDA, the allocator's own words for a large one."""
     result = run("explain", "--device", "cuda", "--layout", "fp8_rope_bf16")
     assert result.exit_code == 0, result.output
+    assert "plan of layout fp8_rope_bf16" in result.output
     result = run("explain", "--partitions", 10**7, "--tokens", 10**7)
     assert result.exit_code == 0, result.output
     assert "workspace:" in words(result)
     assert_misused(run("explain", "--device", "nowhere"), "nowhere")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_explain_says_which_gpu_stands_for_one_that_isnt_here(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions and workspace came from the 132 multiprocessors of an H200 that nobody had spoken of."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("explain", "--device", device)
+    assert result.exit_code == 0, result.output
+    first = result.output.splitlines()[0]
+    assert first.startswith("There is no GPU here. Partitions and workspace are those of an H200, with 132 ")
+    assert "There is no GPU" not in run("explain", "--device", "cpu").output
+
+
+def test_explain_asks_for_a_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one GPU, cuda:7 was an AssertionError of torch's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert_misused(run("explain", "--device", "cuda:2"), "a GPU of this machine, cuda:0 to cuda:1; got cuda:2")

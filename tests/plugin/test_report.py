@@ -219,11 +219,11 @@ def test_the_ending_sets_the_format(tmp_path: Path) -> None:
 
 def drawn(report: CacheReport, monkeypatch: pytest.MonkeyPatch) -> object:
     """The figure that to_picture would save."""
-    figure_module = pytest.importorskip("matplotlib.figure")
+    agg = pytest.importorskip("matplotlib.backends.backend_agg")
     saved = []
-    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, path: saved.append(figure))
+    monkeypatch.setattr(views, "write_picture", lambda figure, path: saved.append(figure))
     views.to_picture(report, "pages.png")
-    pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg(saved[0]).draw()
+    agg.FigureCanvasAgg(saved[0]).draw()
     return saved[0]
 
 
@@ -262,5 +262,5 @@ def test_nothing_in_the_picture_overlaps(pages: int, monkeypatch: pytest.MonkeyP
 
 def test_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"to_picture needs matplotlib: pip install pagedmla\[plots\]"):
+    with pytest.raises(ImportError, match=r"a picture needs matplotlib: pip install pagedmla\[plots\]"):
         views.to_picture(make_report({}), "pages.png")
