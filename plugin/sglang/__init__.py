@@ -9,6 +9,7 @@
 | pool         | a token pool of `fp8_rope_bf16`: rows and scales in one slot                            |
 | refusals     | a sentence for each thing that we don't serve                                           |
 | layers       | a layer's pool and scale, bound once                                                    |
+| dense        | long prompts: which steps project keys up, and by which weights                         |
 | backend      | a step's lengths and tables; store and attention of every mode                          |
 | drafts       | one such backend for each step of a chain of drafts                                     |
 

@@ -6,13 +6,18 @@
     draft extend           eagerly, or in a graph's buffers      the accepted tokens, padded to a fixed width
     extend, mixed          eagerly                               any
 
-All of them are one absorbed launch over the pages: `q` comes as latent and rope side by side, or as two tensors. The
-cache is written first, so that a step's own tokens are attended as they were stored.
+    form (`handler`)       calls of a layer                      attention
+    MLA                    forward_decode, forward_extend        one absorbed launch over the pages: `q` comes as latent
+                                                                 and rope side by side, or as two tensors
+    MHA                    prepare_prefill_qkv, forward_extend   of long prompts (`dense`): keys projected up from pages
+
+In both the cache is written first, so that a step's own tokens are attended as they were stored.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -23,10 +28,14 @@ from pagedmla.adapters.rows import Rows, first_rows
 from pagedmla.adapters.sglang import Lengths, StepBuffers
 from pagedmla.kv_cache.checks import refuse
 from pagedmla.plugin.bound import BoundRows
+from pagedmla.plugin.dense import SWITCH, DenseCalls, DensePrompts
 from pagedmla.plugin.plan import Plan
+from pagedmla.plugin.sglang.dense import DenseRule, has_projections, projections, room, rule_of
 from pagedmla.plugin.sglang.layers import Layers
 from pagedmla.plugin.sglang.refusals import refuse_runner, refuse_verify
 from pagedmla.plugin.sglang.settings import BACKEND
+
+logger = logging.getLogger("sglang.pagedmla")  # below "sglang", where the engine's log handlers are
 
 
 class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is not there for a plain type check
@@ -39,11 +48,42 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
         self.token_to_kv_pool, self.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         self.max_context_len = int(runner.req_to_token_pool.req_to_token.shape[1])
-        self.layers = _layers_of(runner, self.max_context_len) if layers is None else layers
+        self.dense = rule_of(runner.model_config, _heads_of(runner))
+        self.layers = _layers_of(runner, self.max_context_len, self.dense) if layers is None else layers
         self.forward_metadata: Step | None = None
         self._ahead = -1 if draft_step is None else draft_step
         self._graph: StepBuffers | None = None
         self._captured: dict[tuple[int, int | None, int], Step] = {}
+        self._projecting: dict[int, Any] = {}  # by layer: DeepSeek's attention, of those that went the dense way
+
+    # -- once a step, before it is made
+
+    def goes_dense(self, attention: Any, forward_batch: Any) -> bool:
+        """Whether a step goes the dense way through a DeepSeek attention (`handler` asks, once a layer)."""
+        known = _prompts_of(forward_batch)
+        if known is None or not self.dense.pays(*known):
+            return False
+        if not has_projections(attention):
+            logger.info(
+                "pagedmla: prompts stay absorbed, since layer %d has no plain W_UK and W_UV (a LoRA adapter on "
+                "kv_b_proj, or weights quantised for other kernels)",
+                attention.layer_id,
+            )
+            self.dense = DenseRule(None)
+            return False
+        return True
+
+    def can_run_prefill_cuda_graph(self, forward_batch: Any) -> bool:
+        """SGLang's question before it replays a prompt's graph, in which attention is absorbed.
+
+        Ranks of data-parallel attention have voted by then, and go together.
+        """
+        known = _prompts_of(forward_batch)
+        return known is None or forward_batch.global_num_tokens_cpu is not None or not self.dense.leaves_graph(*known)
+
+    def vote_prefill_cuda_graph(self, batch: Any) -> bool:
+        """The same of the scheduler's batch: the vote of a rank of data-parallel attention."""
+        return not self.dense.leaves_graph(batch.prefix_lens, batch.extend_lens)
 
     # -- once a step
 
@@ -54,7 +94,8 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
             return
         lengths, keys, requests = self._lengths(forward_batch), self._longest(forward_batch), forward_batch.batch_size
         self.layers.grow(requests, lengths.tokens(requests))
-        self.forward_metadata = Step(self._buffers(requests, keys).write(*_requests(forward_batch), lengths, keys))
+        rows = self._buffers(requests, keys).write(*_requests(forward_batch), lengths, keys)
+        self.forward_metadata = Step(rows, _prompts_of(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph = self._buffers(max_bs, self.max_context_len)
@@ -115,6 +156,54 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
 
     # -- once a layer
 
+    def prepare_prefill_qkv(
+        self,
+        *,
+        q: Tensor,  # [T, H, nope + rope]
+        q_pe: Tensor,  # [T, H, rope], its columns
+        kv_a: Tensor,  # [T, latent], normed
+        k_pe: Tensor,  # [T, 1, rope]
+        positions: Tensor,
+        layer: Any,
+        forward_batch: Any,
+    ) -> tuple[Tensor, None, None]:
+        """SGLang's hook between projections and attention of the form MHA: rotate, store, hand on queries alone.
+
+        Keys and values come from the cache, the step's own too, in `forward_extend`.
+        """
+        if layer.rotary_emb is not None:
+            q_pe, k_pe = layer.rotary_emb(positions, q_pe, k_pe)
+        q[..., layer.qk_nope_head_dim :] = q_pe
+        bound = self.layers.of(layer.attn_mqa)  # whose scale the checkpoint's is; that of attn_mha isn't loaded
+        self._store(kv_a, k_pe, forward_batch.out_cache_loc, bound.plan.layout.latent, bound)
+        self._projecting[layer.attn_mha.layer_id] = layer
+        return q, None, None
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **more: Any,
+    ) -> Tensor:
+        """As `forward_decode`; or `[T, H * value]` of `q [T, H, nope + rope]` that went through the hook above."""
+        attention = self._projecting.get(layer.layer_id)
+        if attention is None or layer is not attention.attn_mha:
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
+        if self.forward_metadata is None or k is not None:
+            raise RuntimeError(f"{BACKEND}: expected queries of prepare_prefill_qkv in a step of prompts; got others")
+        bound = self.layers.of(attention.attn_mqa)
+        self.layers.wait(layer)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
+        out = q.new_empty(*q.shape[:2], layer.v_head_dim)
+        keys = room(layer.head_dim + layer.v_head_dim, q.dtype, q.shape[1], forward_batch.get_max_chunk_capacity())
+        prompts = self.forward_metadata.prompts(bound.plan, self.layers.dense_calls(bound.plan), keys)
+        prompts.attend(q, bound, *projections(attention, q.dtype), out)
+        return out.flatten(1)
+
     def forward_decode(
         self,
         q: Tensor,
@@ -155,8 +244,6 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
         out, _ = self.forward_metadata.rows(absorbed.shape[0], bound.plan).attend(absorbed, bound)
         return out.flatten(1)
 
-    forward_extend = forward_decode
-
     @staticmethod
     def _store(k: Tensor, k_rope: Tensor | None, slots: Tensor, latent: int, bound: Any) -> None:
         rows = k.flatten(1)
@@ -165,12 +252,20 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
         bound.store(rows[:, :latent], rope, slots)
 
 
+class Prompts(NamedTuple):
+    """Tokens of each request before a step and in it, on the host."""
+
+    contexts: list[int]
+    queries: list[int]
+
+
 class Step:
     """The rows of a step, bound once for all layers that share a plan."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    def __init__(self, rows: Rows, prompts: Prompts | None = None) -> None:
+        self._rows, self._prompts = rows, prompts
         self._bound: dict[tuple[int, int], BoundRows] = {}
+        self._dense: dict[int, DensePrompts] = {}
 
     def rows(self, tokens: int, plan: Plan) -> BoundRows:
         """For `tokens` query tokens: those of the step, and where the engine pads it behind them, padding."""
@@ -180,6 +275,23 @@ class Step:
             self._bound[key] = BoundRows(rows, plan)
         return self._bound[key]
 
+    def prompts(self, plan: Plan, calls: DenseCalls, keys: int) -> DensePrompts:
+        """For the dense way, in passes of `keys` keys, or as many as the step has query tokens."""
+        if self._prompts is None:
+            raise RuntimeError(f"{BACKEND}: expected a step of prompts for dense attention; got another")
+        if id(plan) not in self._dense:
+            rows, (contexts, queries) = self._rows, self._prompts
+            longest = max(sum(queries), min(keys, sum(contexts) + sum(queries)))
+            self._dense[id(plan)] = DensePrompts(
+                rows.cache_lengths + rows.query_start_loc.diff(),
+                rows.lookup_table,
+                contexts,
+                queries,
+                workspace=torch.empty(longest, plan.layout.width, dtype=plan.dtype, device=plan.device),
+                calls=calls,
+            )
+        return self._dense[id(plan)]
+
 
 def _requests(forward_batch: Any) -> tuple[Tensor, Tensor]:
     """`req_pool_indices [B]` and `seq_lens [B]`: a graph's buffers have room for more."""
@@ -187,7 +299,22 @@ def _requests(forward_batch: Any) -> tuple[Tensor, Tensor]:
     return first_rows(forward_batch.req_pool_indices, requests), first_rows(forward_batch.seq_lens, requests)
 
 
-def _layers_of(runner: Any, max_keys: int) -> Layers:
+def _prompts_of(forward_batch: Any) -> Prompts | None:
+    """Of a step of prompts; requests that only pad it have no token."""
+    if not forward_batch.forward_mode.is_extend_without_speculative():  # whose views lack what follows
+        return None
+    contexts, queries = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+    if contexts is None or queries is None:
+        return None
+    padding = [0] * (forward_batch.batch_size - len(queries))
+    return Prompts([*map(int, contexts), *padding], [*map(int, queries), *padding])
+
+
+def _heads_of(runner: Any) -> int:
+    return int(runner.model_config.num_attention_heads // get_parallel().attn_tp_size)
+
+
+def _layers_of(runner: Any, max_keys: int, dense: DenseRule) -> Layers:
     schedule, config = get_schedule(), runner.model_config
     requests = int(runner.req_to_token_pool.req_to_token.shape[0])
     prompts = schedule.chunked_prefill_size or 0
@@ -195,5 +322,14 @@ def _layers_of(runner: Any, max_keys: int) -> Layers:
         prompts = max(schedule.max_prefill_tokens or 0, max_keys)
     drafts = get_spec().speculative_num_draft_tokens or 1
     made = Layers(runner.token_to_kv_pool, runner.dtype, requests, prompts + requests * drafts, max_keys)
-    made.plan(config.num_attention_heads // get_parallel().attn_tp_size, config.scaling)
+    plan = made.plan(_heads_of(runner), config.scaling)
+    if dense.least is not None:
+        calls = made.dense_calls(plan)
+        chosen = {"prefill": calls.prefill, "decompress": calls.decompress, "merge": calls.merge}
+        logger.info(
+            "pagedmla: prompts from %d query tokens on: dense; %s. %s chooses otherwise",
+            dense.least,
+            "; ".join(f"{name}: {choice.executor.name} ({choice.reason})" for name, choice in chosen.items()),
+            SWITCH,
+        )
     return made

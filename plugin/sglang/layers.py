@@ -13,6 +13,7 @@ import pagedmla
 from pagedmla.adapters.sglang import layer_pools, layout_of
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat
 from pagedmla.plugin.bound import BoundLayer, Stores
+from pagedmla.plugin.dense import DenseCalls
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.sglang.pool import PagedMLATokenToKVPool
 from pagedmla.plugin.sglang.refusals import refuse_layer
@@ -32,6 +33,7 @@ class Layers:
         self.max_requests, self.max_tokens, self.max_keys = max_requests, max_tokens, max_keys
         self.layout = _layout(pool)
         self._plans: dict[tuple[int, float], Plan] = {}
+        self._dense_calls: dict[tuple[int, float], DenseCalls] = {}
         self._bound: dict[int, tuple[tuple[Any, ...], BoundLayer]] = {}
         self._stores = Stores()
         self._outgrown: list[BoundLayer] = []  # captured graphs read the memory that they were captured with
@@ -61,6 +63,13 @@ class Layers:
             logger.debug(made.explain())
             self._plans[key] = made
         return self._plans[key]
+
+    def dense_calls(self, plan: Plan) -> DenseCalls:
+        """Who runs long prompts of layers of this plan."""
+        key = plan.num_heads, plan.sm_scale
+        if key not in self._dense_calls:
+            self._dense_calls[key] = DenseCalls.choose(plan)
+        return self._dense_calls[key]
 
     def grow(self, requests: int, tokens: int) -> None:
         """Make room for a larger step: plans are made anew, and layers bound anew with them."""

@@ -32,6 +32,11 @@ def refuse_runner(runner: Any) -> None:
         raise ValueError(
             f"{BACKEND}: expected decode context parallelism to be off; got --dcp-size {get_parallel().attn_dcp_size}"
         )
+    if get_parallel().enable_prefill_cp:
+        raise ValueError(
+            f"{BACKEND}: expected prefill context parallelism to be off, under which a rank stores some of a prompt's "
+            f"keys alone; got --enable-prefill-cp"
+        )
     translator = getattr(runner, "kv_index_translator", None)
     if translator is not None and translator.is_translating:
         raise ValueError(f"{BACKEND}: expected slots that stay where they are; got a unified memory pool")

@@ -32,11 +32,11 @@ import pagedmla
 from pagedmla.adapters.rows import first_rows, step_rows
 from pagedmla.adapters.vllm import layout_of, write_cache_lengths
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat
+from pagedmla.plugin import dense
 from pagedmla.plugin.bound import BoundRows, Stores
-from pagedmla.plugin.vllm import dense
+from pagedmla.plugin.dense import DenseCalls, DensePrompts
 from pagedmla.plugin.vllm.cache_dtypes import ROPE_COLUMNS
 from pagedmla.plugin.vllm.choices import choices_line
-from pagedmla.plugin.vllm.dense import DenseCalls, DensePrompts
 from pagedmla.plugin.vllm.scales import load_scales
 
 logger = init_logger("vllm.pagedmla")  # below "vllm", where the engine's log handlers are

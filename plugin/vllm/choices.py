@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pagedmla
 from pagedmla.adapters.vllm import row_bytes
+from pagedmla.plugin.dense import SWITCH, DenseCalls
 from pagedmla.plugin.executors import Choice
 from pagedmla.plugin.plan import Plan
-from pagedmla.plugin.vllm.dense import SWITCH, DenseCalls
 
 
 def choices_line(plan: Plan, layers: int, least_dense: int | None, dense: DenseCalls | None) -> str:

@@ -57,4 +57,8 @@ class RecordsExtension(CountsExtension):
         recorded, recorder = recorder, None
         if recorded is None:
             raise RuntimeError("pagedmla_recorded: expected pagedmla_record before it; nothing was recorded")
-        return {layer: measure_layer(layer, *rows, margin).to_dict() for layer, rows in recorded.rows().items()}
+        return {
+            layer: measure_layer(layer, latents, ropes, margin).to_dict()
+            for layer, (latents, ropes) in recorded.rows().items()
+            if len(latents)  # an engine's dummy runs store padding alone
+        }

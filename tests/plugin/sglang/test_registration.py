@@ -51,7 +51,8 @@ def test_three_registrations(registered: None, engine: Any) -> None:
     assert isinstance(ATTENTION_BACKENDS[NAME](engine().runner), PagedMLAAttnBackend)
     handler = AttentionBackendRegistry.get_handler(NAME)
     assert handler is not AttentionBackendRegistry.get_handler("triton")
-    assert handler(None, None) is AttnForwardMethod.MLA
+    made = engine()
+    assert handler(None, made.batch("DECODE", [(made.request(), 1)])) is AttnForwardMethod.MLA
 
 
 def test_the_commands_of_the_page(registered: None) -> None:
@@ -236,6 +237,17 @@ def test_decode_context_parallelism_is_refused(registered: None, engine: Any, mo
     monkeypatch.setattr(refusals, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=2))
     with pytest.raises(ValueError, match="expected decode context parallelism to be off; got --dcp-size 2"):
         create(engine().runner)
+
+
+def test_prefill_context_parallelism_is_refused(registered: None, engine: Any) -> None:
+    """Other backends gather a prompt's latents across ranks by themselves; ours attended a rank's own alone."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from pagedmla.plugin.sglang.entry_points import create
+
+    with get_parallel().override(enable_prefill_cp=True):
+        with pytest.raises(ValueError, match=r"expected prefill context parallelism to be off.*--enable-prefill-cp"):
+            create(engine().runner)
 
 
 def test_our_pool_asked_for_and_not_there(registered: None, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_replacing_another_plugin_is_said(vllm: Any, monkeypatch: pytest.MonkeyP
 
     said: list[tuple[Any, ...]] = []
     log = SimpleNamespace(warning=lambda *message: said.append(message))
-    monkeypatch.setattr("vllm.logger.init_logger", lambda name: log)
+    monkeypatch.setattr(entry_points, "_log", log)
     registry.register_backend(registry.AttentionBackendEnum.CUSTOM, "another.plugin.Backend")
     entry_points.register()
     ((_, before, after),) = said

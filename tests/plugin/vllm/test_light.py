@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedmla.plugin.vllm import counters
+from pagedmla.plugin.vllm import counters, entry_points
 from pagedmla.plugin.vllm.cache_dtypes import register_cache_dtype, sized_spec
 from pagedmla.plugin.vllm.entry_points import PLATFORM, cpu_platform
 
@@ -33,6 +33,37 @@ def test_entry_points_load_nothing_heavy() -> None:
     code = "import sys, pagedmla.plugin.vllm.entry_points; print([n for n in ('vllm', 'triton') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("registry_names", "missing"),
+    [
+        (None, "No module named 'vllm.v1.attention.backends.registry'"),
+        ({"register_backend": None}, "cannot import name 'AttentionBackendEnum'"),
+        ({"AttentionBackendEnum": SimpleNamespace(), "register_backend": None}, "no attribute 'CUSTOM'"),
+    ],
+    ids=["no registry", "no enumeration", "no slot"],
+)
+def test_a_release_that_has_no_place_for_us_starts_all_the_same(
+    registry_names: dict[str, Any] | None, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM calls plugins unguarded: beside a release of another shape, ours ended every engine of that environment."""
+    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
+        package = ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+    name = "vllm.v1.attention.backends.registry"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    if registry_names is not None:
+        double = ModuleType(name)
+        vars(double).update(registry_names)
+        monkeypatch.setitem(sys.modules, name, double)
+    said: list[str] = []
+    monkeypatch.setattr(entry_points._log, "warning", lambda line, *words: said.append(line % words))
+    entry_points.register()
+    (line,) = said
+    assert line.startswith("pagedmla is installed, and can't serve this release of vLLM: ")
+    assert missing in line
 
 
 @pytest.mark.parametrize(

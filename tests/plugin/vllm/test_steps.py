@@ -37,7 +37,7 @@ def builder(vllm: Any) -> Any:
     from pagedmla.plugin.vllm.builder import PagedMLABuilder
 
     made = PagedMLABuilder.__new__(PagedMLABuilder)
-    from pagedmla.plugin.vllm.dense import DenseCalls
+    from pagedmla.plugin.dense import DenseCalls
 
     made.dcp_world_size, made._longest_decode, made.reorder_batch_threshold = 1, 4, 30
     made.plan = make_plan("fp32")

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pagedmla.adapters.rows import page_ids
 from pagedmla.kv_cache.checks import ceildiv, checks_enabled, quoted, refuse
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 from pagedmla.plugin.bound import BoundLayer
@@ -38,21 +39,25 @@ from pagedmla.plugin.executors import Choice, Configuration, choose
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.step import Step, bind_step
 
+WIDEST = 256  # columns of a head that the kernels of `prefill` take
 SWITCH = "PAGEDMLA_DENSE_PREFILL"
 
 
 def least_queries(latent: int, rope: int, nope: int, value: int) -> int | None:
-    """From how many query tokens on a prompt goes the dense way; None where none does.
+    """From how many query tokens on a prompt goes the dense way; None where none does, or heads are wider than WIDEST.
 
     PAGEDMLA_DENSE_PREFILL: auto (where it is cheaper), never, or a number.
     """
     setting = os.environ.get(SWITCH) or "auto"
     if setting == "never":
         return None
-    if setting.isdecimal() and int(setting) >= 1:
-        return int(setting)
-    if setting != "auto":
+    number = int(setting) if setting.isdecimal() else 0
+    if setting != "auto" and number < 1:
         refuse(SWITCH, "auto, never, or a number of query tokens of at least 1", quoted(setting))
+    if max(nope + rope, value) > WIDEST:
+        return None
+    if number:
+        return number
     saved = (2 * latent + rope) - (nope + rope + value)
     return ceildiv(latent * (nope + value), saved) if saved > 0 else None
 
@@ -131,7 +136,7 @@ class DensePrompts:
     ) -> None:
         if sum(queries) > workspace.shape[0]:
             refuse("workspace", f"at least {sum(queries)} rows, one a query token", workspace)
-        self._seq_lens, self._table = seq_lens, block_table.view(torch.uint32)
+        self._seq_lens, self._table = seq_lens, page_ids(block_table)
         self._workspace, self._calls = workspace, calls
         self._longest = (max(queries), max(c + q for c, q in zip(contexts, queries, strict=True)))
         self._query_start_loc, self._passes = _upload(spans(contexts, queries, workspace.shape[0]), queries, seq_lens)
