@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.checks import INDEX_DTYPES, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 
@@ -109,7 +109,7 @@ def step_rows(
         refuse("num_decodes", f"0 to {requests}, the requests of cache_lengths", num_decodes)
     return Rows(
         cache_lengths,
-        first_rows(block_table, requests).view(torch.uint32),
+        first_rows(page_ids(block_table), requests),
         first_rows(query_start_loc, requests + 1),
         num_tokens,
         max_query_length,
@@ -117,6 +117,13 @@ def step_rows(
         _on_host((num_decodes, num_decode_tokens), torch.int32),
         None if num_partitions is None else _on_host((requests, max_query_length, num_partitions), torch.int64),
     )
+
+
+def page_ids(block_table: Tensor) -> Tensor:
+    """An engine's block table `[B, W]` as uint32, in the same memory. ValueError for wider ids: each would be two."""
+    if block_table.dtype is not torch.int32 or block_table.dim() != 2:  # the usual case costs no call
+        expect_tensor(block_table, "block_table", [None, None], INDEX_DTYPES)
+    return block_table.view(torch.uint32)
 
 
 def first_rows(tensor: Tensor, count: int) -> Tensor:

@@ -55,7 +55,7 @@ def check_form(variant: Variant, tensors: CallTensors) -> None:
     for name, table in tables.items():
         if table.dim() != 2 or table.shape[0] != batch or table.dtype not in INDEX_DTYPES:
             refuse(name, f"[{batch}, *] int32 or uint32", table)
-        if table.shape[1] > 1 and table.stride(1) != 1:
+        if table.numel() and table.shape[1] > 1 and table.stride(1) != 1:
             refuse(name, "adjacent columns (stride(1) 1)", f"strides {table.stride()}")
     for (name, vector), size in zip(lengths.items(), (batch, batch + 1), strict=True):
         if vector.shape != (size,) or vector.dtype not in INDEX_DTYPES or not vector.is_contiguous():

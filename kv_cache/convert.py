@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.checks import describe, quoted, refuse
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8RopeBf16, QuantizedRows
 
 
@@ -12,8 +12,13 @@ def convert_rows(rows: QuantizedRows, source: CacheLayout, target: CacheLayout) 
     """`rows` of `source` in `target`.
 
     Between `fp8_rope_bf16` and its prescaled twin the latent bytes and sigma are kept and only the rope is recomputed;
-    every other pair goes through float32 and is quantised anew.
+    every other pair goes through float32 and is quantised anew. Raises ValueError and TypeError that name the argument.
     """
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, CacheLayout):
+            refuse(name, "a CacheLayout", quoted(layout), error=TypeError)
+    if not isinstance(rows, QuantizedRows):
+        refuse("rows", "QuantizedRows(values, scales)", describe(rows), error=TypeError)
     if (source.latent, source.rope) != (target.latent, target.rope):
         refuse(
             "target",

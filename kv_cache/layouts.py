@@ -129,7 +129,7 @@ class CacheLayout(ABC):
 
     def _check_tokens(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, scales: int) -> None:
         """Refuse arguments of `quantize` that don't fit each other; sigma has `scales` numbers a token."""
-        lead = latent.shape[:-1]
+        lead = _leading(latent, "latent")
         expect_tensor(latent, "latent", [*lead, self.latent], (), f"Layout {self}.")
         expect_tensor(rope, "rope", [*lead, self.rope], (), f"It goes with latent {describe(latent)}.")
         if sigma is None:
@@ -140,7 +140,7 @@ class CacheLayout(ABC):
 
     def _check_rows(self, values: Tensor, scales: Tensor | None) -> Tensor | None:
         """`scales`, once the arguments of `dequantize` fit each other."""
-        lead = values.shape[:-1]
+        lead = _leading(values, "values")
         expect_tensor(values, "values", [*lead, self.row_elements], self.value_dtypes, f"Layout {self}.")
         if scales is not None:
             if not self.scales_per_token:
@@ -399,7 +399,7 @@ class Fp8RopeBf16(CacheLayout):
 
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         sigma = _need_scales(self, self._check_rows(values, scales)).to(dtype)
-        latent, rope = self._latent_and_rope(values)
+        latent, rope = self._latent_and_rope(_aligned(values, self.alignment))
         return torch.cat((decode_e4m3(latent, dtype) * sigma, self._read_rope(rope.to(dtype), sigma)), -1)
 
     def _stored_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
@@ -494,7 +494,7 @@ class Fp8DsMla(CacheLayout):
 
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         self._check_rows(values, scales)
-        values = values.contiguous()
+        values = _aligned(values, self.alignment)
         latent, rope = self._latent_and_rope(values)
         sigma = self._inline(values).to(dtype).repeat_interleave(self.GROUP, -1)[..., : self.latent]
         return torch.cat((decode_e4m3(latent, dtype) * sigma, rope.to(dtype)), -1)
@@ -600,6 +600,19 @@ def per_tensor_scale(sigma: Tensor, blocks: Tensor) -> Tensor:
     flat = sigma.reshape(-1)
     stride_layer = 0 if flat.numel() == 1 else flat.stride(0)
     return flat.as_strided((pages, kv_dim, layers, page_size, heads, 1), (0, 0, stride_layer, 0, 0, 0))
+
+
+def _leading(rows: Tensor, name: str) -> torch.Size:
+    """All dimensions of rows but their columns."""
+    if not isinstance(rows, Tensor):
+        refuse(name, "a tensor", describe(rows), error=TypeError)
+    return rows.shape[:-1]
+
+
+def _aligned(rows: Tensor, size: int) -> Tensor:
+    """Rows of bytes, copied where numbers of `size` bytes inside them couldn't be viewed."""
+    rows = rows.contiguous()
+    return rows.clone() if rows.storage_offset() % size else rows
 
 
 def _as_e4m3(values: Tensor) -> Tensor:

@@ -167,15 +167,16 @@ class _Tally:
     def add(
         self, rows: Tensor, codes: list[Tensor], sigma: Tensor | None, used: Tensor, bad: dict[str, Tensor]
     ) -> None:
-        self.slots += int(used.sum())
+        slots = int(used.sum())
+        self.slots += slots
         self.nan_slots += int(bad[NAN_VALUES].sum())
-        magnitude = rows.abs()[used]
-        finite = magnitude[magnitude.isfinite()]
-        if finite.numel():
-            self.amax = max(self.amax or 0.0, float(finite.max()))
+        # Copies of the live rows would cost more than all the rest.
+        largest = rows.abs().nan_to_num_(-1.0, posinf=-1.0).amax(-1).masked_fill_(~used, -1.0)
+        if largest.numel() and float(largest.max()) >= 0:
+            self.amax = max(self.amax or 0.0, float(largest.max()))
         for plane in codes:
-            self.codes += int(used.sum()) * plane.shape[-1]
-            self.largest_codes += int((plane[used] == _E4M3_LARGEST).sum())
+            self.codes += slots * plane.shape[-1]
+            self.largest_codes += int(((plane == _E4M3_LARGEST).sum(-1) * used).sum())
         if sigma is None:
             return
         live = sigma[used]

@@ -17,9 +17,11 @@ After speculative decoding advance by the accepted tokens alone: the next step w
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -70,8 +72,30 @@ class SwappedRequest(NamedTuple):
 
 @dataclass
 class _Request:
+    """Its pages are kept as a table wants them: value id and scale id in turn, int32, so that a step only copies."""
+
     tokens: int = 0
-    pages: list[Page] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("i"))
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.ids) // 2
+
+    @property
+    def pages(self) -> list[Page]:
+        return list(map(Page, self.ids[::2], self.ids[1::2]))
+
+    def page(self, index: int) -> Page:
+        return Page(self.ids[2 * index], self.ids[2 * index + 1])
+
+    def extend(self, pages: Iterable[Page]) -> None:
+        self.ids.extend(chain.from_iterable(pages))
+
+    def replace(self, index: int, page: Page) -> None:
+        self.ids[2 * index : 2 * index + 2] = array("i", page)
+
+    def keep(self, pages: int) -> None:
+        del self.ids[2 * pages :]
 
 
 def padded_columns(pages: int) -> int:
@@ -207,9 +231,9 @@ class PagePool:
         if not 0 <= tokens <= source.tokens:
             refuse("tokens", f"0 to {source.tokens}, the tokens of request {parent!r}", tokens)
         self.allocate(child)
-        shared = source.pages[: ceildiv(tokens, self.page_size)]
-        self._references.update(shared)
-        self._requests[child] = _Request(tokens, list(shared))
+        shared = _Request(tokens, source.ids[: 2 * ceildiv(tokens, self.page_size)])
+        self._references.update(shared.pages)
+        self._requests[child] = shared
 
     def truncate(self, request: RequestId, tokens: int) -> None:
         """Keep the first `tokens` tokens, and give back the pages behind them with all unused room."""
@@ -219,7 +243,7 @@ class PagePool:
             refuse("tokens", f"0 to {held.tokens}, the tokens of request {request!r}", tokens)
         keep = ceildiv(tokens, self.page_size)
         self._release(held.pages[keep:])
-        del held.pages[keep:]
+        held.keep(keep)
         held.tokens = tokens
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -230,42 +254,32 @@ class PagePool:
         cache_lengths are the tokens before the step. Rows follow `requests`; table columns past a row's last page hold
         the sentinel. Raises OutOfPagesError, with nothing changed.
         """
-        self._reserve(requests, query_lens)
-        held = [self._find(request) for request in requests]
+        held = self._reserve(requests, query_lens)
         kv_lens = [row.tokens + query_len for row, query_len in zip(held, query_lens)]
-        counts = [ceildiv(kv_len, self.page_size) for kv_len in kv_lens]
-        columns = padded_columns(max(counts, default=0))
-        rows = [row.pages[:count] for row, count in zip(held, counts)]
+        tables = self._tables(held, [ceildiv(kv_len, self.page_size) for kv_len in kv_lens])
         device = self.blocks.device
-        scales_table = None
-        if self._scale_ids is not None:
-            scales_table = self._table([[page.scale for page in row] for row in rows], columns, self._scale_ids)
-        starts = [0]
-        for query_len in query_lens:
-            starts.append(starts[-1] + query_len)
         packed = torch.tensor([PACKED_PAGE_STRIDE], dtype=torch.int64)
         values = KVCacheInputsPerDevice(
             kv_blocks=self.blocks,
             cache_lengths=_int32([row.tokens for row in held]).view(self.table_dtype).to(device),
-            lookup_table=self._table([[page.value for page in row] for row in rows], columns, self._value_ids),
+            lookup_table=tables[0],
             max_prompt_length=_int32([max(query_lens, default=0)]).view(torch.uint32),
             max_cache_length=_int32([max(kv_lens, default=0)]).view(torch.uint32),
             page_stride=packed,
             kv_scales=self.scales,
             scales_page_stride=None if self.scales is None else packed.clone(),
-            scales_lookup_table=scales_table,
+            scales_lookup_table=None if self._scale_ids is None else tables[1],
         )
-        return StepInputs(values, _int32(starts).to(device))
+        return StepInputs(values, _int32(list(accumulate(query_lens, initial=0))).to(device))
 
     def advance(self, requests: Sequence[RequestId], tokens: Sequence[int]) -> None:
         """Count `tokens[i]` more tokens of request i as in the cache; the step must have made room for them.
 
         A step makes room in pages of the request's own: after a fork make the step before you advance.
         """
-        self._check_step(requests, tokens, "tokens")
-        for request, count in zip(requests, tokens):
-            held = self._find(request)
-            room = len(held.pages) * self.page_size
+        step = self._check_step(requests, tokens, "tokens")
+        for request, held, count in zip(requests, step, tokens):
+            room = held.num_pages * self.page_size
             if held.tokens + count > room:
                 refuse(
                     "tokens",
@@ -273,15 +287,15 @@ class PagePool:
                     count,
                     "Call values() for the step first.",
                 )
-            if self._appends_to_page(held, count) and self._references[held.pages[held.tokens // self.page_size]] > 1:
+            if self._appends_to_page(held, count) and self._references[held.page(held.tokens // self.page_size)] > 1:
                 refuse(
                     "tokens",
                     f"0 for request {request!r}, whose last page others share",
                     count,
                     "Call values() for the step first: it gives the request a page of its own.",
                 )
-        for request, count in zip(requests, tokens):
-            self._find(request).tokens += count
+        for held, count in zip(step, tokens):
+            held.tokens += count
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -363,10 +377,10 @@ class PagePool:
             if holders[page] != self._references[page]:
                 _unbalanced(f"{page} has {self._references[page]} references and is held {holders[page]} times")
         for request, held in self._requests.items():
-            if len(set(held.pages)) != len(held.pages):
+            if len(set(held.pages)) != held.num_pages:
                 _unbalanced(f"request {request!r} holds a page twice: {held.pages}")
-            if len(held.pages) * self.page_size < held.tokens:
-                _unbalanced(f"request {request!r} has {held.tokens} tokens and {len(held.pages)} pages")
+            if held.num_pages * self.page_size < held.tokens:
+                _unbalanced(f"request {request!r} has {held.tokens} tokens and {held.num_pages} pages")
         for which, space in enumerate(self._id_spaces()):
             space.check([page[which] for page in holders])
 
@@ -380,29 +394,38 @@ class PagePool:
             refuse("request", f"one of {list(self._requests)}", repr(request))
         return self._requests[request]
 
-    def _check_step(self, requests: Sequence[RequestId], counts: Sequence[int], counts_name: str) -> None:
+    def _check_step(self, requests: Sequence[RequestId], counts: Sequence[int], counts_name: str) -> list[_Request]:
+        """The step's requests, in order."""
         if len(requests) != len(counts):
             refuse(counts_name, f"{len(requests)} numbers, one for each request", f"{len(counts)}")
         if len(set(requests)) != len(requests):
             refuse("requests", "each request once", list(requests))
+        held = []
         for request, count in zip(requests, counts):
-            self._find(request)
+            held.append(self._find(request))
             if expect_int(count, counts_name) < 0:
                 refuse(counts_name, f"at least 0 for request {request!r}", count)
+        return held
 
-    def _reserve(self, requests: Sequence[RequestId], counts: Sequence[int]) -> None:
-        """Pages for `counts[i]` more tokens of each request, of its own where they will be written. All or nothing."""
-        self._check_step(requests, counts, "query_lens")
-        copies: Counter[Page] = Counter()  # of shared last pages, that each is about to lose
-        missing = []  # (request, pages to add)
-        for request, count in zip(requests, counts):
-            held = self._find(request)
+    def _reserve(self, requests: Sequence[RequestId], counts: Sequence[int]) -> list[_Request]:
+        """Pages for `counts[i]` more tokens of each request, of its own where they will be written. All or nothing.
+
+        Returns the requests, in order.
+        """
+        step = self._check_step(requests, counts, "query_lens")
+        lost: Counter[Page] = Counter()  # references to shared last pages, whose sharers are about to get their own
+        work: list[tuple[_Request, Page | None, int]] = []  # (request, shared page to copy, pages to add)
+        for held, count in zip(step, counts):
+            shared = None
             if self._appends_to_page(held, count):
-                last = held.pages[held.tokens // self.page_size]
-                if self._references[last] - copies[last] > 1:
-                    copies[last] += 1
-            missing.append((held, max(0, ceildiv(held.tokens + count, self.page_size) - len(held.pages))))
-        needed = copies.total() + sum(pages for _, pages in missing)
+                last = held.page(held.tokens // self.page_size)
+                if self._references[last] - lost[last] > 1:
+                    lost[last] += 1
+                    shared = last
+            missing = max(0, ceildiv(held.tokens + count, self.page_size) - held.num_pages)
+            if missing or shared is not None:
+                work.append((held, shared, missing))
+        needed = lost.total() + sum(missing for _, _, missing in work)
         for space in self._id_spaces():
             if needed > len(space.free):
                 raise OutOfPagesError(
@@ -410,15 +433,15 @@ class PagePool:
                     f"{len(space.free)} of {space.num_pages} are free. Free, swap out or truncate a request."
                 )
         pairs = []
-        for (held, pages), count in zip(missing, counts):
-            index = held.tokens // self.page_size
-            if self._appends_to_page(held, count) and self._references[held.pages[index]] > 1:
+        for held, shared, missing in work:
+            if shared is not None:
                 own = self._take()
-                pairs.append((held.pages[index], own))
-                self._references[held.pages[index]] -= 1
-                held.pages[index] = own
-            held.pages += [self._take() for _ in range(pages)]
+                pairs.append((shared, own))
+                self._references[shared] -= 1
+                held.replace(held.tokens // self.page_size, own)
+            held.extend([self._take() for _ in range(missing)])
         self.copy_pages(pairs)
+        return step
 
     def _appends_to_page(self, held: _Request, count: int) -> bool:
         """Whether the next token lands in a page that holds tokens already."""
@@ -439,11 +462,16 @@ class PagePool:
                 if self._scale_ids is not None:
                     self._scale_ids.free.append(page.scale)
 
-    def _table(self, rows: list[list[int]], columns: int, space: _IdSpace) -> Tensor:
-        table = torch.full((len(rows), columns), space.unused, dtype=torch.int32)
-        for b, ids in enumerate(rows):
-            table[b, : len(ids)] = _int32(ids)
-        return table.view(self.table_dtype).to(self.blocks.device)
+    def _tables(self, requests: Sequence[_Request], counts: Sequence[int]) -> list[Tensor]:
+        """Tables of value ids and of scale ids, `[B, columns]` each: the first `counts[i]` pages of each request."""
+        columns = padded_columns(max(counts, default=0))
+        spaces = self._value_ids, self._scale_ids or self._value_ids
+        unused = memoryview(array("i", [space.unused for space in spaces]) * columns)
+        rows = [unused]  # one too many, since torch takes no empty buffer
+        for held, count in zip(requests, counts):
+            rows += memoryview(held.ids)[: 2 * count], unused[2 * count :]
+        ids = torch.frombuffer(bytearray().join(rows), dtype=torch.int32).view(-1, columns, 2)[1:]
+        return [table.contiguous().view(self.table_dtype).to(self.blocks.device) for table in ids.unbind(-1)]
 
 
 class _IdSpace:

@@ -46,6 +46,8 @@ class PagedTensor:
         given = PACKED_PAGE_STRIDE
         if page_stride is not None:
             given = host_int(page_stride, stride_name, minimum=PACKED_PAGE_STRIDE)
+        if given >= 2**63:  # a pool of one page would take any
+            refuse(stride_name, "an int64", given)
         stride = tensor.stride(0) if given == PACKED_PAGE_STRIDE else given
         pool = cls(tensor, name, stride)
         pool._check_storage(stride_name)

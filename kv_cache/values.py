@@ -22,9 +22,6 @@ from pagedmla.kv_cache.collection import (
 )
 from pagedmla.kv_cache.paged_tensor import PACKED_PAGE_STRIDE
 
-# One tensor, or one a device.
-Field = Tensor | Sequence[Tensor]
-
 
 @dataclass(frozen=True)
 class SplitKVHeadDims:

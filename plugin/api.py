@@ -1,9 +1,12 @@
-"""The public calls: attend, store, prefill, decompress, merge_states. Each checks, chooses an executor, and runs it."""
+"""The public calls: attend, store, prefill, decompress, merge_states. Each checks, chooses an executor, and runs it.
+
+They are for inference: what they give carries no gradient, on any executor.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +24,9 @@ from pagedmla.kv_cache.checks import (
 )
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.splits import useful_partitions
-from pagedmla.kv_cache.tables import int32_view
+from pagedmla.kv_cache.tables import int32_view, int64_lengths
 from pagedmla.kv_cache.validation import check_one_scale
-from pagedmla.kv_cache.values import KVCacheInputsPerDevice
+from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
 from pagedmla.plugin.executors import AUTO, AttendOptions, Configuration, choose, chosen_precision
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.step import (
@@ -57,8 +60,9 @@ def attend(
 
     q                `[T, H, latent + rope]` bf16, fp16, fp32 or fp64, W_UK folded in
     values           this step's cache, its tokens already stored; see `KVCacheInputsPerDevice`
-    query_start_loc  `[B + 1]` int32: request b owns tokens query_start_loc[b] .. query_start_loc[b + 1] - 1; None:
-                     one token each. Rows of q behind its last entry are padding: out 0, lse -inf
+    query_start_loc  `[B + 1]` int32, uint32 or int64: request b owns tokens query_start_loc[b] ..
+                     query_start_loc[b + 1] - 1; None: one token each. Rows of q behind its last entry are padding:
+                     out 0, lse -inf
     causal           token i of a request sees keys up to cache_lengths[b] + i, else all of its kv_len keys
     layout           a CacheLayout or its name
     plan             capacities, executor and workspace, made beforehand; it refuses what it wasn't made for
@@ -69,7 +73,7 @@ def attend(
     The dispatch metadata of `values` sets the number of partitions, `mixed_step_split` which requests are split.
     Raises ValueError, TypeError and IndexError that name the tensor, before anything runs.
     """
-    expect_tensor(q, "q", [None, None, None], FLOATS, "It is [T, H, latent + rope].")
+    q = _without_grad(expect_tensor(q, "q", [None, None, None], FLOATS, "It is [T, H, latent + rope]."))
     sm_scale, causal = expect_scale(sm_scale), expect_bool(causal, "causal")
     step = bind_step(values, layer, layout, query_start_loc, q, "q", check)
     if q.shape[2] != step.layout.width:
@@ -131,17 +135,10 @@ def store(
     with `check` it must be one that values can be divided by.
     """
     expect_bool(power_of_two, "power_of_two")
-    expect_tensor(latent, "latent", [None, None], FLOATS)
-    expect_tensor(rope, "rope", [latent.shape[0], None], FLOATS, "It has a row for each row of latent.")
-    if slot_mapping is not None:
-        if query_start_loc is not None:
-            refuse("query_start_loc", "None, since slot_mapping says where tokens go", query_start_loc)
-        tokens = int(latent.shape[0])
-        expect_tensor(slot_mapping, "slot_mapping", [tokens], (torch.int64,))
-        if scales_slot_mapping is not None:
-            expect_tensor(scales_slot_mapping, "scales_slot_mapping", [tokens], (torch.int64,))
-    elif scales_slot_mapping is not None:
-        refuse("slot_mapping", "[T] int64 beside scales_slot_mapping", None)
+    latent = _without_grad(expect_tensor(latent, "latent", [None, None], FLOATS))
+    hint = "It has a row for each row of latent."
+    rope = _without_grad(expect_tensor(rope, "rope", [latent.shape[0], None], FLOATS, hint))
+    _check_mappings(slot_mapping, scales_slot_mapping, query_start_loc, int(latent.shape[0]))
     starts = query_start_loc if slot_mapping is None else _no_requests(values)
     step = bind_step(values, layer, layout, starts, latent, "latent", check)
     if scales_slot_mapping is not None and not step.layout.scales_per_token:
@@ -159,22 +156,18 @@ def store(
     dtype = torch.promote_types(latent.dtype, rope.dtype)
     wanted = Configuration("store", latent.device, step.layout, None, step.cache.page_size, dtype)
     chosen = choose(wanted, executor).executor
-    if slot_mapping is None:
+    scale_slots = slot_mapping if scales_slot_mapping is None else scales_slot_mapping
+    if slot_mapping is None or scale_slots is None:
         step.decode_requests()  # refuses a split that isn't the step's
         step.check_writes(check)
         dropped = chosen.store(step, latent, rope, power_of_two=power_of_two)
     else:
-        scale_slots = slot_mapping if scales_slot_mapping is None else scales_slot_mapping
         decode_requests_of(step.values, step.batch, None)
         if checks_enabled(check):
             _check_slots(step, slot_mapping, scale_slots)
         dropped = chosen.store_slots(step, latent, rope, slot_mapping, scale_slots, power_of_two=power_of_two)
     if dropped is not None and dropped.device.type == "cpu" and dropped.numel():
-        t, where = int(dropped[0]), ""
-        if slot_mapping is not None:
-            where = f" (value slot {int(slot_mapping[t])}, scale slot {int(scale_slots[t])})"
-        message = f"store: {dropped.numel()} of {latent.shape[0]} tokens dropped, first token {t}{where}, outside "
-        warnings.warn(message + _pools(step), DroppedStoreWarning, stacklevel=2)
+        warnings.warn(_dropped_sentence(step, dropped, slot_mapping, scale_slots), DroppedStoreWarning, stacklevel=2)
 
 
 def prefill(
@@ -192,19 +185,21 @@ def prefill(
     """Multi-head attention on dense keys and values, the cheap form for long prompts: (out `[T, H, Dv]`, lse `[T, H]`).
 
     q, k, v          `[T, H, D]`, `[K, Hk, D]`, `[K, Hk, Dv]` of one dtype; Hk divides H (DeepSeek-V3: D 192, Dv 128)
-    query_start_loc  `[B + 1]` int32; rows of q behind its last entry give out 0, lse -inf
-    key_start_loc    `[B + 1]` int32: request b owns keys key_start_loc[b] ..; None: one key a query token
+    query_start_loc  `[B + 1]` int32, uint32 or int64; rows of q behind its last entry give out 0, lse -inf
+    key_start_loc    `[B + 1]`, the same: request b owns keys key_start_loc[b] ..; None: one key a query token
     causal           a request's last query sees all of its keys, each one before it one fewer; else all see all
 
     A prompt with a cached context: its own tokens causally, chunks of the context (`decompress`, projected up) not
     causally, and `merge_states`. Raises ValueError and TypeError that name the tensor, before anything runs.
     """
-    expect_tensor(q, "q", [None, None, None], FLOATS, "It is [T, H, D].")
+    q = _without_grad(expect_tensor(q, "q", [None, None, None], FLOATS, "It is [T, H, D]."))
     sm_scale, causal = expect_scale(sm_scale), expect_bool(causal, "causal")
     if q.shape[1] == 0:
         refuse("q", "at least 1 head", q)
-    expect_tensor(k, "k", [None, None, q.shape[2]], (q.dtype,), "It is [K, Hk, D], D and dtype as in q.")
-    expect_tensor(v, "v", [*k.shape[:2], None], (q.dtype,), "It is [K, Hk, Dv], K, Hk and dtype as in k.")
+    hint = "It is [K, Hk, D], D and dtype as in q."
+    k = _without_grad(expect_tensor(k, "k", [None, None, q.shape[2]], (q.dtype,), hint))
+    hint = "It is [K, Hk, Dv], K, Hk and dtype as in k."
+    v = _without_grad(expect_tensor(v, "v", [*k.shape[:2], None], (q.dtype,), hint))
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         refuse("k", f"a number of heads that divides q's {q.shape[1]}", k)
     starts = {"query_start_loc": query_start_loc}
@@ -217,7 +212,8 @@ def prefill(
     expect_same_device(q, "q", k=k, v=v, **starts)
     if key_start_loc is None:
         check_starts(query_start_loc, "query_start_loc", int(k.shape[0]), "k")
-        key_start_loc = query_start_loc
+    queries = _int32(query_start_loc)
+    keys = queries if key_start_loc is None else _int32(key_start_loc)
     if out is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
     else:
@@ -225,7 +221,7 @@ def prefill(
         check_out(out, q)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     chosen = choose(Configuration("prefill", q.device, num_heads=int(q.shape[1]), dtype=q.dtype), executor).executor
-    chosen.prefill(q, k, v, query_start_loc, key_start_loc, out, lse, sm_scale=sm_scale, causal=causal)
+    chosen.prefill(q, k, v, queries, keys, out, lse, sm_scale=sm_scale, causal=causal)
     return out, lse
 
 
@@ -242,28 +238,32 @@ def decompress(
 ) -> Tensor:
     """Cached tokens of every request, dequantised, one request after the other: `[K, latent + rope]`.
 
-    starts         `[B]` int32: the first token that request b wants
-    key_start_loc  `[B + 1]` int32: its tokens become rows key_start_loc[b] .. key_start_loc[b + 1] - 1
+    starts         `[B]` int32, uint32 or int64: the first token that request b wants
+    key_start_loc  `[B + 1]`, the same: its tokens become rows key_start_loc[b] .. key_start_loc[b + 1] - 1
     out            `[K, latent + rope]` bf16, fp16 or fp32, at least key_start_loc[-1] rows; rows behind them keep their
                    bytes. None, on the CPU alone: a new float32 tensor of just the size
 
     The tokens must be in the cache: starts[b] + its number at most cache_lengths[b]. Raises as `attend` does.
     """
+    values = single_device(values)
     lengths = expect_tensor(values.cache_lengths, "cache_lengths", [None], ())
     step = bind_step(values, layer, layout, _no_requests(values), lengths, "cache_lengths")
     expect_tensor(starts, "starts", [step.batch], START_DTYPES)
     expect_tensor(key_start_loc, "key_start_loc", [step.batch + 1], START_DTYPES)
     expect_same_device(step.cache.blocks, "kv_blocks", starts=starts, key_start_loc=key_start_loc)
-    if out is None:
-        if not step.on_host:
-            refuse("out", f"[K, {step.layout.width}], since its size isn't known without a sync", None)
-        out = torch.empty(int(key_start_loc[-1]), step.layout.width, device=lengths.device)
-    expect_tensor(out, "out", [None, step.layout.width], (torch.bfloat16, torch.float16, torch.float32))
-    check_out(out, lengths)
-    check_starts(key_start_loc, "key_start_loc", int(out.shape[0]), "out", check)
+    if out is not None:
+        expect_tensor(out, "out", [None, step.layout.width], (torch.bfloat16, torch.float16, torch.float32))
+        check_out(out, lengths)
+        check_starts(key_start_loc, "key_start_loc", int(out.shape[0]), "out", check)
+    elif step.on_host:
+        check_starts(key_start_loc, "key_start_loc", int(int64_lengths(lengths).clamp(min=0).sum()), "the cache")
+    else:
+        refuse("out", f"[K, {step.layout.width}], since its size isn't known without a sync", None)
     step.check_span(starts, key_start_loc, check)
+    if out is None:
+        out = torch.empty(int(key_start_loc[-1]), step.layout.width, device=lengths.device)
     chosen = choose(Configuration("decompress", out.device, step.layout, dtype=out.dtype), executor).executor
-    chosen.decompress(step, int32_view(starts).to(torch.int32), int32_view(key_start_loc).to(torch.int32), out)
+    chosen.decompress(step, _int32(starts), _int32(key_start_loc), out)
     return out
 
 
@@ -276,7 +276,7 @@ def merge_states(
     its out holds. out comes back in its own dtype, lse in float32. Raises ValueError where an LSE is +inf (some kernels
     mark empty states so; checked on CPU tensors) or NaN.
     """
-    outs, lses = stacked(outs, "outs"), stacked(lses, "lses")
+    outs, lses = _without_grad(stacked(outs, "outs")), _without_grad(stacked(lses, "lses"))
     expect_tensor(outs, "outs", [None] * 4, FLOATS, "It is [S, T, H, D].")
     hint = "LSE is kept in float32: bf16 is 3 % off in a weight already at lse 10."
     expect_tensor(lses, "lses", list(outs.shape[:3]), (torch.float32, torch.float64), hint)
@@ -294,22 +294,47 @@ def merge_states(
 
 
 def stacked(states: Tensor | Sequence[Tensor], name: str) -> Tensor:
-    """One tensor of states that come as a tensor, or as tensors all alike: ValueError for others."""
+    """One tensor of states that come as a tensor, or as tensors all alike: ValueError and TypeError for others."""
     if isinstance(states, Tensor):
         return states
+    if not isinstance(states, Iterable):
+        refuse(name, "a tensor, or a sequence of them", describe(states), error=TypeError)
     parts: list[Any] = list(states)
     if not parts:
         refuse(name, "a tensor, or at least one", "none")
     for part in parts:
         if not isinstance(part, Tensor) or (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
             refuse(name, f"tensors all alike, {describe(parts[0])} as the first", describe(part))
+    expect_same_device(parts[0], f"{name}[0]", **{f"{name}[{i}]": part for i, part in enumerate(parts)})
     return torch.stack(parts)
+
+
+def _without_grad(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _int32(starts: Tensor) -> Tensor:
+    """Checked starts as executors take them."""
+    return int32_view(starts).to(torch.int32)
 
 
 def _no_requests(values: KVCacheInputsPerDevice) -> Tensor:
     """Query starts of a step whose tokens find their place by slot mapping: every request empty."""
-    lengths = expect_tensor(values.cache_lengths, "cache_lengths", [None], ())
+    lengths = expect_tensor(single_device(values).cache_lengths, "cache_lengths", [None], ())
     return torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+
+
+def _check_mappings(slots: Tensor | None, scale_slots: Tensor | None, starts: Tensor | None, tokens: int) -> None:
+    """Refuse slot mappings that aren't one for each of so many tokens, or that stand beside query starts."""
+    if slots is None:
+        if scale_slots is not None:
+            refuse("slot_mapping", "[T] int64 beside scales_slot_mapping", None)
+        return
+    if starts is not None:
+        refuse("query_start_loc", "None, since slot_mapping says where tokens go", starts)
+    expect_tensor(slots, "slot_mapping", [tokens], (torch.int64,))
+    if scale_slots is not None:
+        expect_tensor(scale_slots, "scales_slot_mapping", [tokens], (torch.int64,))
 
 
 def _check_slots(step: Step, slots: Tensor, scale_slots: Tensor) -> None:
@@ -329,8 +354,12 @@ def _check_slots(step: Step, slots: Tensor, scale_slots: Tensor) -> None:
             )
 
 
-def _pools(step: Step) -> str:
+def _dropped_sentence(step: Step, dropped: Tensor, slots: Tensor | None, scale_slots: Tensor | None) -> str:
+    t, where = int(dropped[0]), ""
+    if slots is not None and scale_slots is not None:
+        where = f" (value slot {int(slots[t])}, scale slot {int(scale_slots[t])})"
     pools = [step.cache.value_pool] + ([step.cache.scale_pool] if step.cache.scale_pool is not None else [])
-    return " or ".join(
+    outside = " or ".join(
         f"{pool.name} ({pool.num_pages * pool.page_size} slots of {dtype_name(pool.tensor.dtype)})" for pool in pools
     )
+    return f"store: {dropped.numel()} of {step.num_tokens} tokens dropped, first token {t}{where}, outside {outside}"

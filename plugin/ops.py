@@ -31,19 +31,28 @@ import torch
 from torch import Tensor
 
 from pagedmla.adapters.vllm import layer_pools
-from pagedmla.kv_cache.checks import dtype_name, expect_tensor, quoted, refuse
+from pagedmla.kv_cache.checks import describe, dtype_name, expect_int, expect_tensor, quoted, refuse
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, per_tensor_scale
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
 from pagedmla.plugin import api
 from pagedmla.plugin.executors import AUTO
 
-# What a step reads of KVCacheInputsPerDevice, as its docstring describes it; `sigma` is one scale for a whole pool, or
-# one a layer. Then the layout, as what a schema can hold: 0 columns where the pool is to say.
-_FIELDS = (
-    "Tensor? sigma, Tensor cache_lengths, Tensor lookup_table, Tensor max_prompt_length, Tensor max_cache_length, "
-    "Tensor? page_stride, Tensor? scales_page_stride, Tensor? scales_lookup_table, "
-    "Tensor? attention_dispatch_metadata, Tensor? mla_num_partitions, Tensor? mixed_step_split"
-)
+# What a step reads of KVCacheInputsPerDevice beside its pools, in the order of the ops' schemas.
+_FIELDS = {
+    "cache_lengths": "Tensor",
+    "lookup_table": "Tensor",
+    "max_prompt_length": "Tensor",
+    "max_cache_length": "Tensor",
+    "page_stride": "Tensor?",
+    "scales_page_stride": "Tensor?",
+    "scales_lookup_table": "Tensor?",
+    "attention_dispatch_metadata": "Tensor?",
+    "mla_num_partitions": "Tensor?",
+    "mixed_step_split": "Tensor?",
+}
+# `sigma` is one scale for a whole pool, or one a layer.
+_CACHE = ", ".join(["Tensor? sigma", *(f"{kind} {name}" for name, kind in _FIELDS.items())])
+# The layout, as what a schema can hold: 0 columns where the pool is to say.
 _LAYOUT = "int layer, str layout, int latent_columns, int rope_columns, int? granularity, str executor"
 
 
@@ -108,36 +117,30 @@ def merge_states(
 
 
 def _flattened(values: KVCacheInputsPerDevice) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """kv_blocks, kv_scales and the other fields, in the order of the ops' schemas."""
+    """kv_blocks, kv_scales, then sigma and the other fields, as the ops' schemas have them."""
     given = single_device(values)
-    scales, scales_stride, sigma = given.kv_scales, given.scales_page_stride, None
-    if scales is not None and scales.stride(0) == 0 and scales.stride(3) == 0:
+    fields = {name: _as_tensor(getattr(given, name), name) for name in _FIELDS}
+    scales, sigma = given.kv_scales, None
+    if isinstance(scales, Tensor) and scales.dim() == 6 and scales.stride(0) == 0 and scales.stride(3) == 0:
         sigma = scales[0, 0, : 1 if scales.stride(2) == 0 else None, 0, 0, 0]
-        scales = scales_stride = None
+        scales = fields["scales_page_stride"] = None
     return (
         _bytes(given.kv_blocks, "kv_blocks", torch.float8_e4m3fn),
         None if scales is None else _bytes(scales, "kv_scales", torch.float8_e8m0fnu),
-        (
-            sigma,
-            given.cache_lengths,
-            given.lookup_table,
-            _on_host(given.max_prompt_length),
-            _on_host(given.max_cache_length),
-            _on_host(given.page_stride),
-            _on_host(scales_stride),
-            given.scales_lookup_table,
-            given.attention_dispatch_metadata,
-            _on_host(given.mla_num_partitions),
-            given.mixed_step_split,
-        ),
+        (sigma, *fields.values()),
     )
 
 
-def _on_host(number: Tensor | int | None) -> Tensor | None:
-    return torch.tensor([number], dtype=torch.int64) if isinstance(number, int) else number
+def _as_tensor(field: Any, name: str) -> Tensor | None:
+    """Ints become `[1]` int64 on the host."""
+    if field is None or isinstance(field, Tensor):
+        return field
+    return torch.tensor([expect_int(field, name, "a tensor or an int")], dtype=torch.int64)
 
 
-def _bytes(pool: Tensor, name: str, eight_bits: torch.dtype) -> Tensor:
+def _bytes(pool: Any, name: str, eight_bits: torch.dtype) -> Tensor:
+    if not isinstance(pool, Tensor):
+        refuse(name, "a tensor", describe(pool), error=TypeError)
     if pool.element_size() > 1:
         return pool
     if pool.dtype not in (eight_bits, torch.uint8):  # bytes don't tell any more what they were
@@ -157,9 +160,7 @@ def _bound(
     kv_blocks: Tensor, kv_scales: Tensor | None, fields: Sequence[Tensor | None], layout: Sequence[Any]
 ) -> tuple[KVCacheInputsPerDevice, CacheLayout | str]:
     """The values and the layout that an op was given in parts."""
-    sigma, lengths, table, max_prompt, max_cache, stride, scales_stride, scales_table, dispatch, partitions, split = (
-        fields
-    )
+    sigma, *rest = fields
     name, latent, rope, granularity = layout
     made = get_layout(name, latent=latent, rope=rope, granularity=granularity) if latent else name
     if kv_blocks.dim() == 3:
@@ -171,27 +172,14 @@ def _bound(
         kv_scales = per_tensor_scale(sigma, kv_blocks)
     elif kv_scales is not None and kv_scales.dtype == torch.uint8:
         kv_scales = kv_scales.view(torch.float8_e8m0fnu)
-    values = KVCacheInputsPerDevice(
-        kv_blocks=kv_blocks,
-        cache_lengths=lengths,
-        lookup_table=table,
-        max_prompt_length=max_prompt,
-        max_cache_length=max_cache,
-        page_stride=stride,
-        kv_scales=kv_scales,
-        scales_page_stride=scales_stride,
-        scales_lookup_table=scales_table,
-        attention_dispatch_metadata=dispatch,
-        mla_num_partitions=partitions,
-        mixed_step_split=split,
-    )
-    return values, made
+    given: dict[str, Any] = dict(zip(_FIELDS, rest))
+    return KVCacheInputsPerDevice(kv_blocks=kv_blocks, kv_scales=kv_scales, **given), made
 
 
 @torch.library.custom_op(
     "pagedmla::attend",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor kv_blocks, Tensor? kv_scales, {_FIELDS}, Tensor? query_start_loc, float sm_scale, "
+    schema=f"(Tensor q, Tensor kv_blocks, Tensor? kv_scales, {_CACHE}, Tensor? query_start_loc, float sm_scale, "
     f"bool causal, {_LAYOUT}) -> (Tensor, Tensor)",
 )
 def _attend(q, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
@@ -219,7 +207,7 @@ def _(q, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
 @torch.library.custom_op(
     "pagedmla::store",
     mutates_args=("kv_blocks", "kv_scales"),
-    schema=f"(Tensor latent, Tensor rope, Tensor(a!) kv_blocks, Tensor(b!)? kv_scales, {_FIELDS}, "
+    schema=f"(Tensor latent, Tensor rope, Tensor(a!) kv_blocks, Tensor(b!)? kv_scales, {_CACHE}, "
     f"Tensor? query_start_loc, bool power_of_two, {_LAYOUT}) -> ()",
 )
 def _store(latent, rope, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
@@ -240,7 +228,7 @@ def _store(latent, rope, kv_blocks, kv_scales, *rest):  # type: ignore[no-untype
 @torch.library.custom_op(
     "pagedmla::store_slots",
     mutates_args=("kv_blocks", "kv_scales"),
-    schema=f"(Tensor latent, Tensor rope, Tensor(a!) kv_blocks, Tensor(b!)? kv_scales, {_FIELDS}, "
+    schema=f"(Tensor latent, Tensor rope, Tensor(a!) kv_blocks, Tensor(b!)? kv_scales, {_CACHE}, "
     f"Tensor slot_mapping, Tensor? scales_slot_mapping, bool power_of_two, {_LAYOUT}) -> ()",
 )
 def _store_slots(latent, rope, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]

@@ -171,8 +171,9 @@ class Plan:
             starts = torch.arange(batch + 1)
         else:
             starts = _host_copy(query_start_loc, host_query_start_loc, "host_query_start_loc", batch + 1)
+            starts = starts.to(torch.int64)
             check_starts(starts, "query_start_loc", int(starts.max()), "the step")
-        query_lens = int64_lengths(starts).diff() if starts.dtype in INDEX_DTYPES else starts.diff()
+        query_lens = starts.diff()
         kv_lens = (int64_lengths(lengths) + query_lens).clamp(min=0)
         self._at_most("requests", self.max_batch, batch)
         self._at_most("tokens", self.max_tokens, int(query_lens.sum()))

@@ -124,20 +124,29 @@ class Step:
             check_one_scale(self.cache, self.layer)
 
     def check_span(self, starts: Tensor, key_start_loc: Tensor, check: bool | None) -> None:
-        """Checks before decompression: the span lies in the cache, table width and ids, on the host or on request."""
+        """Checks before decompression: place, table width and ids on the host, scales and bytes too on request.
+
+        An empty span reads nothing, wherever it starts.
+        """
         if not (self.on_host or checks_enabled(check)):
             return
-        cached, ends = int64_lengths(self.cache.cache_lengths), starts.long() + key_start_loc.long().diff()
-        outside = (starts.long() < 0) | ((ends > cached) & (ends > starts.long()))
+        cached, first, lengths = int64_lengths(self.cache.cache_lengths), starts.long(), key_start_loc.long().diff()
+        ends = torch.where(lengths > 0, first + lengths, 0)
+        outside = (first < 0) | (ends > cached.clamp(min=0))
         if bool(outside.any()):
             b = int(outside.to(torch.uint8).argmax())
             refuse(
-                "starts", f"tokens of request {b} below its {int(cached[b])}", f"{int(starts[b])} .. {int(ends[b]) - 1}"
+                "starts",
+                f"tokens of request {b} below its {int(cached[b])}",
+                f"{int(first[b])} .. {int(first[b] + lengths[b]) - 1}",
             )
         check_table_width(self.cache, ends)
         live = live_pages(self.cache, ends)
-        wanted = (live.column + 1) * self.cache.page_size > starts.long()[live.row]
-        check_ids(self.cache, LivePages(*(each[wanted] for each in live)))
+        wanted = (live.column + 1) * self.cache.page_size > first[live.row]
+        live = LivePages(*(each[wanted] for each in live))
+        check_ids(self.cache, live)
+        if checks_enabled(check):
+            check_live_values(self.cache, self.layout, self.layer, live)
 
     def _check_bounds(self, kv_lens: Tensor) -> None:
         check_bounds(self.cache, self.query_lens(), kv_lens)

@@ -133,26 +133,29 @@ def prefill(
         k_heads, v_heads = (
             x[own].float().transpose(0, 1).repeat_interleave(heads // x.shape[1], 0) for x in (k, v)
         )  # [H, keys, D]
+        all_finite = bool(v_heads.isfinite().all())
         block = max(1, ROW_CHUNK * KEY_CHUNK // (heads * k_len))
         for t in range(queries[b], queries[b + 1], block):
             rows = slice(t, min(t + block, queries[b + 1]))
-            logits = (q[rows].float() * sm_scale).transpose(0, 1) @ k_heads.transpose(1, 2)  # [H, rows, keys]
+            seen = k_len - (queries[b + 1] - rows.stop) if causal else k_len  # by the block's last row
+            if seen <= 0:
+                continue
+            logits = (q[rows].float() * sm_scale).transpose(0, 1) @ k_heads[:, :seen].transpose(1, 2)  # [H, rows, keys]
             if causal:
-                last = torch.arange(rows.start, rows.stop, device=q.device) - queries[b] + k_len - q_len
-                logits.masked_fill_(torch.arange(k_len, device=q.device) > last.unsqueeze(1), -torch.inf)
+                last = torch.arange(rows.start - rows.stop, 0, device=q.device) + seen
+                logits.masked_fill_(torch.arange(seen, device=q.device) > last.unsqueeze(1), -torch.inf)
             state = torch.logsumexp(logits, -1)
             weights = torch.exp(logits - state.masked_fill(state == -torch.inf, 0.0).unsqueeze(-1))
-            out[rows], lse[rows] = _weigh(weights, v_heads).transpose(0, 1), state.T
+            values = v_heads[:, :seen]
+            weighted = weights @ values if all_finite else _weigh(weights, values)
+            out[rows], lse[rows] = weighted.transpose(0, 1), state.T
     return out, lse
 
 
 def _weigh(weights: Tensor, values: Tensor) -> Tensor:
     """`weights @ values`, where a weight of zero takes nothing, not even of a value that isn't finite."""
-    product = weights @ values
-    strange = ~values.isfinite()
-    if not bool(strange.any()):
-        return product
-    return torch.where(weights @ strange.float() > 0, product, weights @ values.nan_to_num(0.0, 0.0, 0.0))
+    strange = weights @ (~values.isfinite()).float() > 0
+    return torch.where(strange, weights @ values, weights @ values.nan_to_num(0.0, 0.0, 0.0))
 
 
 def slots_of_step(cache: PagedKVCacheCollection, query_start_loc: Tensor, table: Tensor) -> Tensor:
@@ -184,11 +187,11 @@ def store(
 ) -> Tensor:
     """As `reference.store.store`; returns the dropped tokens, int64 `[dropped]`."""
     page_size = cache.page_size
-    separate = cache.scale_pool is not None and not layout.inline_scales
-    keep = (slots != PADDING) & _in_pools(cache, layout, slots, scale_slots)
+    stored, in_pools = slots != PADDING, _in_pools(cache, layout, slots, scale_slots)
+    keep = stored & in_pools
     page, slot = slots[keep] // page_size, slots[keep] % page_size
     sigma, scale_dtype, scales = None, torch.float32, None
-    if separate and cache.scale_pool is not None:
+    if cache.scale_pool is not None and not layout.inline_scales:
         scales = cache.scale_pool.layer(0, layer).squeeze(2)
         scale_page, scale_slot = scale_slots[keep] // page_size, scale_slots[keep] % page_size
         scale_dtype = scales.dtype
@@ -198,7 +201,7 @@ def store(
     raw_view(cache.value_pool.layer(0, layer).squeeze(2))[page, slot] = raw_view(made.values)
     if scales is not None and sigma is None and made.scales is not None:
         raw_view(scales)[scale_page, scale_slot] = raw_view(made.scales)
-    return dropped_tokens(cache, layout, slots, scale_slots)
+    return torch.nonzero(stored & ~in_pools).flatten()
 
 
 def dropped_tokens(cache: PagedKVCacheCollection, layout: CacheLayout, slots: Tensor, scale_slots: Tensor) -> Tensor:

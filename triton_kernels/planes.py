@@ -46,7 +46,7 @@ def check_planes(planes: RowPlanes) -> None:
 def check_table(table: Tensor, name: str, requests: int, width: int | None = None) -> None:
     """Refuse a page table that isn't [requests, width] of 32-bit ids with adjacent columns."""
     expect_tensor(table, name, [requests, width], INDEX_DTYPES)
-    if table.shape[1] > 1 and table.stride(1) != 1:
+    if table.numel() and table.shape[1] > 1 and table.stride(1) != 1:
         refuse(name, "adjacent columns (stride(1) 1)", table.stride())
 
 

@@ -193,6 +193,12 @@ def test_tables_are_the_engines_memory() -> None:
     assert (rows.lookup_table.shape, rows.lookup_table.stride()) == ((2, 8), (12, 1))
 
 
+def test_a_table_of_wider_ids_is_refused() -> None:
+    """A table of int64 was seen as uint32 with twice the columns: every second id was page 0, without a word."""
+    with pytest.raises(ValueError, match=r"block_table: expected \[\*, \*\] int32 or uint32; got \[2, 8\] int64\."):
+        rows_of(int32(0, 1, 2), int32(3, 4), torch.zeros(2, 8, dtype=torch.int64))
+
+
 def test_values_of_a_step() -> None:
     layout = get_layout("fp8_rope_bf16")
     pools = layer_pools(layer_cache(layout), layout)

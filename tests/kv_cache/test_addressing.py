@@ -205,6 +205,12 @@ def test_page_strides_absent_packed_and_explicit(given: Tensor | int | None) -> 
     assert cache.num_kv_rows == 12
 
 
+def test_a_page_stride_that_no_address_has() -> None:
+    """A pool of one page is bound by no distance: torch failed later, in words of its own."""
+    with pytest.raises(ValueError, match="page_stride: expected an int64; got 1180591620717411303424"):
+        unscaled(torch.zeros(1, 1, 1, 2, 1, 3), [[0]], 2**70)
+
+
 def test_an_explicit_page_stride_wins_over_the_tensors_own() -> None:
     geometry = Geometry(3, 1, 1, 2, 1, 4, padding=5)
     blocks = geometry.short(counting(geometry.elements))

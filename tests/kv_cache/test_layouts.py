@@ -449,6 +449,40 @@ def test_refusals(call, message: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("fp8")])
+def test_rows_are_read_wherever_they_lie(name: str) -> None:
+    """Transposed rows, and rows at odd bytes, ended in torch's own words about views."""
+    layout = LAYOUTS[name]
+    rows = layout.quantize(torch.randn(6, 512), torch.randn(6, 64))
+    want, raw = layout.dequantize(*rows), rows.values.view(torch.uint8)
+    odd, wide = torch.zeros(raw.numel() + 1, dtype=torch.uint8), torch.zeros(6, raw.shape[1] + 3, dtype=torch.uint8)
+    for place in (raw.T.contiguous().T, odd[1:].view(raw.shape), wide[:, 1:-2]):
+        place.copy_(raw)
+        assert torch.equal(layout.dequantize(place.view(rows.values.dtype), rows.scales), want)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: LAYOUTS["bf16"].quantize([1.0], ROPE), "latent: expected a tensor; got list"),
+        (lambda: LAYOUTS["fp8_ds_mla"].dequantize([1]), "values: expected a tensor; got list"),
+        (
+            lambda: convert_rows(made_rows(LAYOUTS["bf16"]), LAYOUTS["bf16"], "fp16"),
+            "target: expected a CacheLayout; got 'fp16'",
+        ),
+        (
+            lambda: convert_rows((ROPE, None), LAYOUTS["bf16"], LAYOUTS["fp16"]),
+            r"rows: expected QuantizedRows\(values, scales\); got tuple",
+        ),
+    ],
+    ids=range(4),
+)
+def test_what_is_no_row_or_layout_is_refused_by_name(call, message: str) -> None:
+    """They were AttributeErrors: no 'shape', no 'latent'."""
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
 def test_a_layout_is_an_object_or_a_name() -> None:
     with pytest.raises(TypeError, match=r"layout: expected a CacheLayout or its name; got 3\."):
         resolve_layout(3, pool(576), None)  # type: ignore[arg-type]

@@ -80,8 +80,31 @@ def test_queries_of_any_stride(step: Step) -> None:
 
 
 def test_a_bundle_of_one_device_serves(step: Step) -> None:
+    """`attend` took one; a store to slots and `decompress` said that cache_lengths was a tuple."""
     bundle = PagedCacheValues.from_upstream([step.values], ["cpu"])
     assert torch.equal(attend(step, values=bundle)[0], attend(step)[0])
+    where = {"starts": torch.tensor([0, 0]), "key_start_loc": torch.tensor([0, 4, 5]), "layout": step.layout}
+    assert torch.equal(
+        pagedmla.decompress(bundle, step.layer, **where), pagedmla.decompress(step.values, step.layer, **where)
+    )
+    before = step.values.kv_blocks.view(torch.uint8).clone()
+    store(step, values=bundle, query_start_loc=None, slot_mapping=torch.tensor([3, -1, -1]))
+    changed = (step.values.kv_blocks.view(torch.uint8) != before).flatten(2, -1).any(-1)
+    assert changed.nonzero().tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("executor", ["torch", "reference", "triton"])
+def test_results_carry_no_gradient(executor: str) -> None:
+    """Queries of a model outside no_grad kept every chunk of keys for a backward pass that then failed."""
+    step = build_step(CASE, "fp32")
+    q = step.q.clone().requires_grad_()
+    states = [*attend(step, q=q, executor=executor)]
+    dense = {"sm_scale": 1.0, "query_start_loc": step.query_start_loc, "executor": executor}
+    states += pagedmla.prefill(q[..., :64], q[..., :64], q[..., :32], **dense)
+    states += pagedmla.merge_states([q, q], [q[..., 0], q[..., 0]], executor=executor)
+    latent = torch.ones(3, 512, requires_grad=True)
+    store(step, latent=latent, executor=executor)
+    assert not any(state.requires_grad for state in (*states, step.values.kv_blocks))
 
 
 def test_only_live_pages_are_touched(tmp_path: Path) -> None:
@@ -527,7 +550,30 @@ def test_any_integer_names_a_layer(step: Step) -> None:
     assert torch.equal(attend(step, layer=numpy.int64(step.layer))[0], attend(step)[0])
 
 
-@pytest.mark.parametrize("states", [[], [torch.zeros(1, 1, 4), torch.zeros(2, 1, 4)], [3]])
-def test_states_to_merge_are_alike(states: list[object]) -> None:
-    with pytest.raises(ValueError, match=r"outs: expected (a tensor, or at least one|tensors all alike)"):
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([], "outs: expected a tensor, or at least one; got none"),
+        ([torch.zeros(1, 1, 4), torch.zeros(2, 1, 4)], "outs: expected tensors all alike"),
+        ([3], "outs: expected tensors all alike"),
+        (3, "outs: expected a tensor, or a sequence of them; got int"),
+        ([torch.zeros(1), torch.zeros(1, device=META)], r"outs\[1\]: expected a tensor on cpu, as outs\[0\]"),
+    ],
+    ids=range(5),
+)
+def test_states_to_merge_are_alike(states: object, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
         pagedmla.merge_states(states, states)  # type: ignore[arg-type]
+
+
+def test_what_is_no_cache_is_refused_by_every_call(step: Step) -> None:
+    """A store to slots and `decompress` looked for cache_lengths in whatever came."""
+    nowhere = {"starts": torch.tensor([0]), "key_start_loc": torch.tensor([0, 1]), "layout": step.layout}
+    for call in (
+        lambda: attend(step, values=None),
+        lambda: store(step, values=None),
+        lambda: store(step, values=None, query_start_loc=None, slot_mapping=SLOTS),
+        lambda: pagedmla.decompress(None, 0, **nowhere),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="values: expected PagedCacheValues or KVCacheInputsPerDevice; got None"):
+            call()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -222,3 +223,22 @@ def test_arguments_that_would_be_lost_or_met_late_are_refused() -> None:
         ops.attend(torch.zeros(1, 1, 576), values, 0, layout=None, sm_scale=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="outs: expected a tensor, or at least one; got none"):
         ops.merge_states([], [])
+    for name, field, message in (
+        ("kv_blocks", None, "kv_blocks: expected a tensor; got None"),
+        ("kv_scales", [1.0], "kv_scales: expected a tensor; got list"),
+        ("cache_lengths", [1], r"cache_lengths: expected a tensor or an int; got \[1\]"),
+        ("max_cache_length", 1.5, "max_cache_length: expected a tensor or an int; got 1.5"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ops.attend(
+                torch.zeros(1, 1, 576), dataclasses.replace(values, **{name: field}), 0, layout="bf16", sm_scale=1.0
+            )
+
+
+def test_any_integer_is_a_bound() -> None:
+    """numpy's passed in an eager call, and met the op's schema in a graph."""
+    layout, values = make_values("fp8_rope_bf16")
+    _, _, q = step_inputs()
+    call: dict[str, Any] = {"query_start_loc": STARTS, "layout": layout, "sm_scale": 0.1}
+    bounded = dataclasses.replace(values, max_cache_length=numpy.int64(17))
+    assert_same(ops.attend(q, bounded, LAYER, **call), ops.attend(q, values, LAYER, **call))

@@ -183,7 +183,10 @@ def test_host_copies_stand_for_device_tensors(step: Step) -> None:
     plan = make()
     want = plan.prepare(step.values, starts)
     assert plan.prepare(away, starts, host_cache_lengths=lengths) == want
-    assert plan.prepare(away, starts.to("meta"), host_cache_lengths=lengths, host_query_start_loc=starts.long()) == want
+    for dtype in (torch.int64, torch.uint32):  # torch has no maximum of uint32
+        given = starts.to(dtype)
+        assert plan.prepare(step.values, given) == want
+        assert plan.prepare(away, starts.to("meta"), host_cache_lengths=lengths, host_query_start_loc=given) == want
     assert plan.prepare(away, host_cache_lengths=lengths, host_query_start_loc=starts) == want
     with pytest.raises(
         ValueError,

@@ -53,6 +53,16 @@ def test_a_value_that_is_no_number_reaches_those_who_see_it(executor: str) -> No
     assert out.isnan().nonzero().tolist() == [[2, 0, 5], [3, 0, 5]]
 
 
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
+def test_dtypes_of_starts(dtype: torch.dtype, executor: str) -> None:
+    """int64 starts passed on a CPU, and were refused by Triton: `attend` takes them everywhere."""
+    call = dense((5, 3), (9, 3))
+    want = pagedmla.prefill(**call, sm_scale=0.2, executor=executor)
+    wider = {name: call[name].to(dtype) for name in ("query_start_loc", "key_start_loc")}
+    assert torch.equal(pagedmla.prefill(**{**call, **wider}, sm_scale=0.2, executor=executor)[0], want[0])
+
+
 def test_one_key_a_query_token_by_default() -> None:
     call = dense((5, 3), (5, 3))
     del call["key_start_loc"]
@@ -159,3 +169,49 @@ def test_decompress_refuses_by_name(first: int, count: int, error: type[Exceptio
         pagedmla.decompress(values, step.layer, **call)
     inside = {**call, "starts": torch.tensor([0]), "key_start_loc": starts(16)}  # the bad page isn't wanted
     assert pagedmla.decompress(values, step.layer, **inside).shape == (16, 576)
+
+
+@pytest.mark.parametrize(
+    ("key_start_loc", "message"),
+    [
+        ([0, -4], r"key_start_loc: expected 0 first, then rising or equal; got \[0, -4\]\."),
+        ([0, 2**40], r"key_start_loc: expected at most 20, the tokens of the cache, at its end; got 1099511627776\."),
+        ([0, 2**62], r"key_start_loc: expected at most 20, the tokens of the cache, at its end; got 46116860"),
+    ],
+)
+def test_rows_are_counted_before_they_get_memory(key_start_loc: list[int], message: str) -> None:
+    """Without `out` the last start was its number of rows, unseen: torch's own errors, of memory or a negative size."""
+    step = build_step(StepCase((1,), (20,), page_size=16), "fp8_rope_bf16")
+    values = replace(step.values, cache_lengths=torch.tensor([20], dtype=torch.int32))
+    call = {"starts": torch.tensor([0]), "key_start_loc": torch.tensor(key_start_loc), "layout": step.layout}
+    with pytest.raises(ValueError, match=message):
+        pagedmla.decompress(values, step.layer, **call)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("first", [40, 1000])
+def test_an_empty_span_reads_nothing_wherever_it_starts(first: int, executor: str) -> None:
+    """A chunk that a short context doesn't reach starts behind it: its table was too narrow, or its id there wrong."""
+    step = build_step(StepCase((1, 1), (60, 20), page_size=16), "fp8_rope_bf16")
+    table = step.values.lookup_table.clone()
+    table.view(torch.int32)[1, 2:] = -1
+    values = replace(step.values, lookup_table=table, cache_lengths=torch.tensor([60, 20], dtype=torch.int32))
+    call = {"key_start_loc": starts(20, 0), "layout": step.layout, "executor": executor}
+    got = pagedmla.decompress(values, step.layer, starts=torch.tensor([32, first]), **call)
+    assert torch.equal(got, pagedmla.decompress(values, step.layer, starts=torch.tensor([32, 0]), **call))
+
+
+def test_scales_and_nan_of_a_span_are_checked_on_request() -> None:
+    """PAGEDMLA_CHECK=1 looked at ids alone here, and check="no" passed for True."""
+    step = build_step(StepCase((1,), (40,), page_size=16), "fp8_rope_bf16")
+    values = replace(step.values, cache_lengths=torch.tensor([40], dtype=torch.int32))
+    page = int(step.values.scales_lookup_table[0, 1])
+    values.kv_scales[page, 0, step.layer, 3] = 0
+    call = {"key_start_loc": starts(8), "layout": step.layout}
+    pagedmla.decompress(values, step.layer, starts=torch.tensor([0]), check=True, **call)
+    with pytest.raises(
+        ValueError, match=r"kv_scales: expected finite scales > 0; got \[0\.0\] at row 0, column 1, slot 3"
+    ):
+        pagedmla.decompress(values, step.layer, starts=torch.tensor([20]), check=True, **call)
+    with pytest.raises(TypeError, match="check: expected True or False; got 'no'"):
+        pagedmla.decompress(values, step.layer, starts=torch.tensor([0]), check="no", **call)  # type: ignore[arg-type]

@@ -586,6 +586,24 @@ def test_blocks_of_query_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 3, 100])
+def test_blocks_of_dense_query_rows(rows: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block looks at no key behind its last row: with cached keys, with whole blocks that see none, with a NaN."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(count, 2, width, generator=g) for count, width in ((13, 24), (12, 24), (12, 16)))
+    v[4, 1, 3] = torch.nan  # seen by the last two queries of the first request
+    call = (q, k, v, torch.tensor([0, 5, 13]), torch.tensor([0, 6, 12]))
+    monkeypatch.setattr(vectorised, "ROW_CHUNK", rows * 2 * 6)
+    monkeypatch.setattr(vectorised, "KEY_CHUNK", 1)
+    got = vectorised.prefill(*call, sm_scale=0.3, causal=causal)
+    want = attention.prefill(*call, sm_scale=0.3, causal=causal)
+    torch.testing.assert_close(got[0].double(), want[0], rtol=0, atol=3e-6, equal_nan=True)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=0, atol=3e-6)
+    assert want[0].isnan().any()
+    assert bool((want[1][5:7] == -torch.inf).all()) == causal
+
+
 def test_wild_ids_in_use_are_refused_by_name() -> None:
     """Not read past the end, and not silently read within it."""
     step = build_step(RAGGED, "fp8_rope_bf16")
