@@ -2,7 +2,7 @@
 
 share    the busiest worker's tiles of keys over an even share (1.0: nobody waits)
 cutlass  `cutlass_kernels/schedule.py`: shares of all requests laid end to end, a worker a CTA or cluster
-triton   blocks of one request, tile of rows and part, handed out in their order to whoever is free first
+triton   `kv_cache/splits.py::choose_span`: pieces, handed out in their order to whoever is free first
 
 Prologues, merges and memory aren't in it: the model says who waits for whom, not for how long.
 """
@@ -23,9 +23,9 @@ from pagedmla.cutlass_kernels import schedule
 from pagedmla.cutlass_kernels.tiles import KEYS
 from pagedmla.cutlass_kernels.variants import Variant
 from pagedmla.kv_cache.checks import ceildiv
-from pagedmla.kv_cache.splits import split_bounds, used_partitions
+from pagedmla.kv_cache.splits import SMALLEST_PIECE, choose_span
 from pagedmla.plugin import executor_cutlass_variants as variants
-from pagedmla.plugin.executor_triton import ROWS_A_BLOCK, TritonExecutor
+from pagedmla.plugin.executor_triton import ROWS_A_BLOCK, TritonExecutor, places
 from pagedmla.plugin.executors import Capacity, Configuration
 
 MULTIPROCESSORS = 132  # of an H100 or H200
@@ -91,22 +91,24 @@ def cutlass_loads(batch: RaggedBatch, configuration: Configuration, capacity: Ca
 
 
 def triton_loads(batch: RaggedBatch, configuration: Configuration, capacity: Capacity) -> tuple[int, list[int]]:
-    """(parts of the longest request, keys of each place for a block), in whole pages."""
-    executor = TritonExecutor()
-    asked = executor.partitions(configuration, capacity, capacity.max_batch, capacity.max_tokens)
-    rows = batch.q_len * (configuration.num_heads or 1)
-    small = rows <= 32
-    places = MULTIPROCESSORS * (2 if small else 1)
-    row_tiles = ceildiv(rows, 16 if small else ROWS_A_BLOCK)
-    free = [(0, place) for place in range(places)]
-    loads, most_parts = [0] * places, 1
-    for kv_len in batch.kv_lens:
-        parts = max(1, used_partitions(kv_len, asked, PAGE_SIZE))
-        most_parts = max(most_parts, parts)
-        for part in range(parts):
-            begin, end = split_bounds(kv_len, part, asked, PAGE_SIZE)
-            for _ in range(row_tiles):
+    """(pieces of the longest request, keys of each place for a block), in whole tiles."""
+    executor, rows = TritonExecutor(), batch.q_len * (configuration.num_heads or 1)
+    most = executor.partitions(configuration, capacity, capacity.max_batch, capacity.max_tokens)
+    tile = 16 if rows <= 32 else ROWS_A_BLOCK
+    at_once = places(configuration.device, tile, quantised=True)
+    row_tiles, units = ceildiv(rows, tile), [int(schedule.units_of(kv_len)) for kv_len in batch.kv_lens]
+    span = choose_span(
+        [row_tiles] * len(units), units, places=at_once, slots=at_once, most_pieces=most,
+        smallest=ceildiv(SMALLEST_PIECE, KEYS),
+    )  # fmt: skip
+    free = [(0, place) for place in range(at_once)]
+    loads = [0] * at_once
+    for count in units:
+        pieces = ceildiv(count, span)
+        long = ceildiv(count, pieces)
+        for _ in range(row_tiles):
+            for piece in range(pieces):
                 load, place = heapq.heappop(free)
-                loads[place] = load + max(0, end - begin)
+                loads[place] = load + min(long, count - piece * long)
                 heapq.heappush(free, (loads[place], place))
-    return most_parts, loads
+    return ceildiv(max(units), span), [load * KEYS for load in loads]

@@ -46,7 +46,7 @@ CLOCK_GHZ = 1.8  # under load; published tensor peaks imply 1.83 (Hopper) and 1.
 MULTIPROCESSORS = {H100: 132, H200: 132, B200: 148}
 TARGET_OF = {H100: "sm_90", H200: "sm_90", B200: "sm_100"}
 FLOPS_PER_ROW = 2 * (576 + 512)
-ATTENTION = ("decode", "mixed")
+ATTENTION = ("pieces", "decode", "mixed")
 # The compile table counts instructions of all consumer warps a key; the time model wants those of one warp and trip.
 _TOKENS_A_TRIP = 2 * KEYS
 _CONSUMER_WARPS = 4 * WARPGROUPS
@@ -213,12 +213,11 @@ def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Ite
 
 def _triton_step(case: Case, gpu: Gpu, cost: StepCost, table: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
     """The bound of the smallest compiled tile that holds a request's rows, or of several of the largest."""
-    kernel = "decode" if case.q_len == 1 else "mixed"
     group = pagedmla.get_layout(case.layout).pool_granularity
     fitting = {
         row["rows"]: row
         for row in table
-        if (row["kernel"], row["target"], row["layout"]) == (kernel, TARGET_OF[gpu], case.layout)
+        if (row["kernel"], row["target"], row["layout"]) == ("pieces", TARGET_OF[gpu], case.layout)
         and "refused" not in row
         and row["options"]["PAGE_SIZE"] == PAGE_SIZE
         and not row["options"]["SPLIT_QUERIES"]

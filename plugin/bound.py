@@ -19,7 +19,7 @@ from torch import Tensor
 import pagedmla
 from pagedmla.adapters.rows import LayerPools, Rows, store_values
 from pagedmla.kv_cache.checks import DroppedStoreWarning, checks_enabled
-from pagedmla.plugin.executors import AttendOptions
+from pagedmla.plugin.executors import AttendOptions, Schedule
 from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.repeat import Repeat, geometry, pool_tensors
 from pagedmla.plugin.step import Step, bind_step
@@ -109,6 +109,8 @@ class BoundRows:
         self._options: AttendOptions | None = None
         self._repeat: Repeat | None = None
         self._key: object = None
+        self._schedule: Schedule | None = None
+        self._scheduler: BoundLayer | None = None
 
     def attend(self, q: Tensor, layer: BoundLayer) -> tuple[Tensor, Tensor]:
         """(out `[T, H, latent]`, lse `[T, H]` float32, natural log) of absorbed `q [T, H, latent + rope]`."""
@@ -130,11 +132,18 @@ class BoundRows:
             step, options = self._bind(q, layer)
             executor.attend(step, q, out, lse, options)
             return out, lse
-        tensors = {"q": q, "out": out, "lse": lse, **layer.tensors}
         key = (q.shape, q.stride(), q.dtype, layer.geometry)
-        if self._repeat is None or self._key != key:
+        known = self._repeat is not None and self._key == key
+        # The layer that makes the schedule makes it in every pass, so that one captured after a warm-up holds it.
+        if not known or layer is self._scheduler:
             step, options = self._bind(q, layer)
+            self._schedule, self._scheduler = executor.schedule(step, q, options), layer
+        shared = {} if self._schedule is None else self._schedule.tensors
+        tensors = {"q": q, "out": out, "lse": lse, **layer.tensors, **shared}
+        if not known:
+            options = replace(options, schedule=self._schedule)
             self._repeat, self._key = Repeat(lambda: executor.attend(step, q, out, lse, options), tensors), key
+        assert self._repeat is not None
         self._repeat(tensors)
         return out, lse
 

@@ -44,7 +44,7 @@ _ALLOW_UNPROVEN = "PAGEDMLA_ALLOW_UNPROVEN"
 
 @dataclass(frozen=True)
 class Pieces(PartialStates):
-    """Room for the pieces of cut rows, and for Triton's parts; `pieces [rows]` int32: how many a row was cut into."""
+    """Room for the pieces of cut rows, and for Triton's; `pieces [rows]` int32: how many a row was cut into."""
 
     pieces: Tensor
 
@@ -99,12 +99,13 @@ class CutlassExecutor(TritonExecutor):
         return f"unproven on a GPU: {names} (executor='cutlass' or {_ALLOW_UNPROVEN}=1 takes it all the same)"
 
     def load(self, configuration: Configuration, capacity: Capacity) -> str | None:
+        """Its own kernels are proven by hash, Triton's of prompts by a run."""
         try:
             for variant in variants.choices(configuration, capacity.max_cache_length):
                 launch.launcher(variant, configuration.device)
         except (CubinError, DriverError, ImportError) as reason:
             return str(reason)
-        return None
+        return super().load(configuration, capacity)
 
     def kernels(self, configuration: Configuration, capacity: Capacity) -> tuple[str, ...]:
         used = variants.uses(configuration, capacity.max_cache_length)
@@ -118,6 +119,9 @@ class CutlassExecutor(TritonExecutor):
         rows = capacity.max_tokens * (configuration.num_heads or 0)
         partial_rows = min(num_partitions * rows, variants.PARTIAL_ROWS) if num_partitions > 1 else 0
         return Pieces.empty(partial_rows, rows, LATENT, configuration.device)
+
+    def schedule(self, step: Step, q: Tensor, options: AttendOptions) -> None:
+        """Its kernels make their own."""
 
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
         requests, tokens = step.decode_rows()

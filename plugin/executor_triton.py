@@ -1,31 +1,37 @@
 """The Triton kernels: on a GPU compiled, on a CPU run by the corrected interpreter, which is exact and slow.
 
-Triton is imported when a kernel first runs. A step without splits is one launch. A split step is a launch for the parts
-and one to merge them; where prompts stand behind the decode rows (`mixed_step_split`) and the step is too large to be
-split whole, the prompts are a launch of their own.
+Triton is imported when a kernel first runs. A step of one partition is one launch. Otherwise its work is spread by the
+lengths: a schedule, which all layers share, a launch of its pieces and one that merges what was cut. Prompts that stand
+behind the decode rows (`mixed_step_split`) and keep a GPU busy by themselves are a launch of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pagedmla.kv_cache.checks import ceildiv, dtype_name
 from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.kv_cache.splits import MOST_REQUESTS, SMALLEST_PIECE
+from pagedmla.plugin import self_check
 from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Executor, Workspace
 from pagedmla.plugin.step import Step
 from pagedmla.reference import vectorised
 
-KEYS_A_PART = 128  # at least: a part costs a partial row written and read again
+if TYPE_CHECKING:
+    from pagedmla.triton_kernels.schedule import Schedule
+
 ROWS_A_BLOCK = 64  # at most
 
 
 @dataclass(frozen=True)
 class PartialStates(Workspace):
-    """Room for so many rows (parts * tokens * heads): `partial_lse [rows]`, `partial_out [rows, latent]`."""
+    """Room for the states of so many rows of cut tiles: `partial_lse [rows]`, `partial_out [rows, latent]`."""
 
     partial_out: Tensor
 
@@ -33,11 +39,10 @@ class PartialStates(Workspace):
     def nbytes(self) -> int:
         return super().nbytes + self.partial_out.numel() * self.partial_out.element_size()
 
-    def views(self, parts: int, tokens: int, heads: int) -> tuple[Tensor, Tensor]:
-        """(out `[S, T, H, latent]`, lse `[S, T, H]`) at the front of the room."""
-        rows = parts * tokens * heads
-        shape = (parts, tokens, heads)
-        return self.partial_out[:rows].view(*shape, -1), self.partial_lse[:rows].view(shape)
+    def views(self, slots: int, rows: int) -> tuple[Tensor, Tensor]:
+        """(out `[slots, rows, latent]`, lse `[slots, rows]`) at the front of the room."""
+        out, lse = self.partial_out[: slots * rows], self.partial_lse[: slots * rows]
+        return out.view(slots, rows, out.shape[1]), lse.view(slots, rows)
 
 
 class TritonExecutor(Executor):
@@ -71,31 +76,29 @@ class TritonExecutor(Executor):
             return f"the kernels take up to 128 heads, not {configuration.num_heads}"
         return None
 
+    def load(self, configuration: Configuration, capacity: Capacity) -> str | None:
+        """Compile what steps run, and see that it is right (self_check.py)."""
+        if configuration.device.type != "cuda" or configuration.layout is None or not self_check.is_wanted():
+            return None
+        return _fault(configuration, capacity)
+
     def drawback(self, configuration: Configuration) -> str | None:
         if configuration.device.type == "cuda":
             return None
         return "on a CPU it runs in Triton's interpreter, which is for tests"
 
     def partitions(self, configuration: Configuration, capacity: Capacity, requests: int, tokens: int) -> int:
-        """As many parts as fill the multiprocessors once, none shorter than KEYS_A_PART keys (bench/results: H200).
-
-        Requests of up to 32 rows take blocks of 16, of which an FP8 cache lets a multiprocessor hold two.
-        """
-        if requests == 0 or tokens == 0:
+        """As many as there may be pieces of SMALLEST_PIECE keys, within what runs at once: the schedule takes fewer."""
+        if not 0 < requests <= MOST_REQUESTS or tokens == 0:
             return 1
-        rows = ceildiv(tokens, requests) * (configuration.num_heads or 1)
-        small = rows <= 32
-        blocks = requests * ceildiv(rows, 16 if small else ROWS_A_BLOCK)
-        held = 2 if small and configuration.layout is not None and configuration.layout.quantised else 1
-        wanted = held * multiprocessors(configuration.device) // blocks
-        return max(1, min(wanted, capacity.max_cache_length // KEYS_A_PART))
+        rows = 16 if ceildiv(tokens, requests) * (configuration.num_heads or 1) <= 32 else ROWS_A_BLOCK
+        quantised = configuration.layout is not None and configuration.layout.quantised
+        return max(1, min(places(configuration.device, rows, quantised), capacity.max_cache_length // SMALLEST_PIECE))
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
-        """Rows for every split that `partitions` makes (its blocks, all full), or for the number given."""
-        if num_partitions > 1:  # a step of another shape may take more parts than one of a single token
-            num_partitions = max(num_partitions, capacity.max_cache_length // KEYS_A_PART)
+        """States for as many tiles of rows as run at once, or for all pieces that may be made, if fewer."""
         heads, latent = configuration.num_heads or 0, 0 if configuration.layout is None else configuration.layout.latent
-        most = num_partitions * capacity.max_tokens * heads
+        most = num_partitions * (capacity.max_tokens * heads + (capacity.max_batch + 1) * ROWS_A_BLOCK)
         rows = min(most, multiprocessors(configuration.device) * ROWS_A_BLOCK) if num_partitions > 1 else 0
         device = configuration.device
         return PartialStates(
@@ -103,19 +106,42 @@ class TritonExecutor(Executor):
             torch.empty(rows, latent, dtype=torch.float32, device=device),
         )
 
+    def schedule(self, step: Step, q: Tensor, options: AttendOptions) -> Schedule | None:
+        """Of the step's first requests, whose work is spread; None where none is."""
+        from pagedmla.triton_kernels.pieces import tile_of
+        from pagedmla.triton_kernels.schedule import make_schedule
+
+        requests, tokens = _spread_rows(step, q, options)
+        if requests == 0:
+            return None
+        heads = q.shape[1]
+        rows, keys = tile_of(q, step.planes, _longest_query(step, requests, tokens))
+        at_once = places(q.device, rows, step.layout.quantised)
+        row_tiles = requests * ceildiv(heads, rows) if step.one_token_each else tokens * heads // rows + requests + 1
+        room = options.workspace
+        slots = min(at_once, row_tiles * options.num_partitions)
+        if isinstance(room, PartialStates):
+            slots = min(slots, room.partial_lse.shape[0] // rows)
+        return make_schedule(
+            step.cache.cache_lengths[:requests],
+            step.query_start_loc[: requests + 1],
+            tokens=tokens,
+            heads=heads,
+            rows=rows,
+            keys=keys,
+            row_tiles=row_tiles,
+            places=at_once,
+            slots=slots,
+            most_pieces=options.num_partitions,
+        )
+
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
-        planes = step.planes
-        decode_requests, decode_tokens = step.decode_rows()
-        if options.num_partitions == 1 or decode_tokens == 0:
-            attend_requests(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
-        elif _fits(options, step.num_tokens, q.shape[1]):
-            _attend_split(step, planes, q, out, lse, options, step.batch)
-        elif decode_tokens < step.num_tokens and _fits(options, decode_tokens, q.shape[1]):
-            decode = slice(0, decode_tokens)
-            _attend_split(step, planes, q[decode], out[decode], lse[decode], options, decode_requests)
-            attend_requests(step, planes, q, out, lse, options, decode_requests, step.batch, step.max_query_length())
-        else:
-            attend_requests(step, planes, q, out, lse, options, 0, step.batch, step.max_query_length())
+        requests, tokens = _spread_rows(step, q, options)
+        if requests > 0:
+            first = slice(0, tokens)
+            _attend_spread(self, step, q[first], out[first], lse[first], options, requests)
+        if requests < step.batch or requests == 0:
+            attend_requests(step, step.planes, q, out, lse, options, requests, step.batch, step.max_query_length())
 
     def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
         from pagedmla.triton_kernels.store import store
@@ -169,11 +195,62 @@ class TritonExecutor(Executor):
         merge(outs, lses.to(torch.float32), out, lse)
 
 
-def _fits(options: AttendOptions, tokens: int, heads: int) -> bool:
-    """Whether the plan's workspace holds the parts of so many tokens; without a plan they get memory of their own."""
-    workspace = options.workspace
-    rows = options.num_partitions * tokens * heads
-    return not isinstance(workspace, PartialStates) or rows <= workspace.partial_lse.shape[0]
+@lru_cache
+def _fault(configuration: Configuration, capacity: Capacity) -> str | None:
+    """Found once a process for plans that are alike. Whatever goes wrong on the way is a fault too."""
+    try:
+        return self_check.fault(TritonExecutor(), configuration, capacity)
+    except Exception as error:
+        return f"Triton's kernels can't be run: {type(error).__name__}: {error}"
+
+
+def _spread_rows(step: Step, q: Tensor, options: AttendOptions) -> tuple[int, int]:
+    """Requests, and their query tokens, whose work is spread by lengths: the decode rows, and prompts behind them in a
+    step that doesn't fill a GPU."""
+    requests, tokens = step.decode_rows()
+    if options.num_partitions == 1 or tokens == 0:
+        return 0, 0
+    if ceildiv(step.num_tokens * q.shape[1], ROWS_A_BLOCK) <= multiprocessors(q.device):
+        requests = step.batch
+    if requests > MOST_REQUESTS:
+        return 0, 0
+    return requests, step.num_tokens if requests == step.batch else tokens
+
+
+def _longest_query(step: Step, requests: int, tokens: int) -> int:
+    """It chooses the tile. Decode rows are short and alike, whatever prompts stand behind: they go by their mean."""
+    return ceildiv(tokens, requests) if requests < step.batch else step.max_query_length()
+
+
+def _attend_spread(
+    executor: TritonExecutor, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions, requests: int
+) -> None:
+    """The first `requests` requests, whose tokens are all of `q`."""
+    from pagedmla.triton_kernels.pieces import attend_pieces
+    from pagedmla.triton_kernels.schedule import Schedule
+
+    given, cache = options.schedule, step.cache
+    schedule = given if isinstance(given, Schedule) else executor.schedule(step, q, options)
+    assert schedule is not None
+    if isinstance(options.workspace, PartialStates):
+        states, state_lse = options.workspace.views(schedule.slots, schedule.rows)
+    else:
+        states = q.new_empty(schedule.slots, schedule.rows, out.shape[2], dtype=torch.float32)
+        state_lse = q.new_empty(schedule.slots, schedule.rows, dtype=torch.float32)
+    attend_pieces(
+        q,
+        step.planes,
+        cache.lookup_table[:requests],
+        schedule,
+        out,
+        lse,
+        states,
+        state_lse,
+        cache.scales_lookup_table[:requests],
+        sm_scale=options.sm_scale,
+        max_query_len=_longest_query(step, requests, q.shape[0]),
+        causal=options.causal,
+    )
 
 
 def attend_requests(
@@ -187,7 +264,7 @@ def attend_requests(
     end: int,
     longest_query: int,
 ) -> None:
-    """Requests first .. end - 1, whole (`out [T, H, latent]`) or in parts (`out [S, T, H, latent]`).
+    """Requests first .. end - 1, a program a tile of rows.
 
     `longest_query` chooses the tile of rows; any number is right.
     """
@@ -214,22 +291,9 @@ def attend_requests(
     )
 
 
-def _attend_split(
-    step: Step, planes: RowPlanes, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions, requests: int
-) -> None:
-    """The first `requests` requests, whose tokens are all of `q`: every part, then the merge."""
-    from pagedmla.triton_kernels.merge import merge
-
-    parts, (tokens, heads, _) = options.num_partitions, q.shape
-    if isinstance(options.workspace, PartialStates):
-        partial_out, partial_lse = options.workspace.views(parts, tokens, heads)
-    else:
-        partial_out = q.new_empty(parts, tokens, heads, out.shape[2], dtype=torch.float32)
-        partial_lse = q.new_empty(parts, tokens, heads, dtype=torch.float32)
-    # Decode rows are short and alike, whatever prompts stand behind them: their tile goes by their own mean.
-    longest_query = ceildiv(tokens, requests) if requests < step.batch else step.max_query_length()
-    attend_requests(step, planes, q, partial_out, partial_lse, options, 0, requests, longest_query)
-    merge(partial_out, partial_lse, out, lse)
+def places(device: torch.device, rows: int, quantised: bool) -> int:
+    """Tiles of so many rows that run at once: of an FP8 cache a multiprocessor holds two blocks of 16 rows."""
+    return multiprocessors(device) * (2 if rows == 16 and quantised else 1)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,14 @@ class Workspace:
         return self.partial_lse.numel() * self.partial_lse.element_size()
 
 
+class Schedule(Protocol):
+    """What an executor launches once for all layers of a step."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What its launches of a layer are handed of it, by name."""
+
+
 @dataclass(frozen=True)
 class AttendOptions:
     sm_scale: float
@@ -74,6 +82,7 @@ class AttendOptions:
     precision: str = AUTO
     max_keys: int | None = None  # bound of the plan on a request's keys
     asked_for: bool = False  # by name: what its kernels don't take is refused, not handed to another
+    schedule: Schedule | None = None  # of the step, by `Executor.schedule`; None: the call makes its own
 
 
 class Executor(ABC):
@@ -115,6 +124,10 @@ class Executor(ABC):
         heads = configuration.num_heads or 0
         shape = (num_partitions, capacity.max_tokens, heads)
         return Workspace(torch.full(shape, -torch.inf, dtype=torch.float32, device=configuration.device))
+
+    def schedule(self, step: Step, q: Tensor, options: AttendOptions) -> Schedule | None:
+        """Launch what all layers of a step share; it goes into their options. `q` is a layer's."""
+        return None
 
     @abstractmethod
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:

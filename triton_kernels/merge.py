@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedmla.kv_cache.checks import expect_same_device, expect_tensor, refuse
+from pagedmla.triton_kernels.device.states import merge_states
 from pagedmla.triton_kernels.launch import launch
 
 _STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -97,41 +98,13 @@ def merge_kernel(
     out_row = partial_out + token * stride_partial_token + head * stride_partial_head
     column = tl.arange(0, BLOCK_D).to(tl.int64)
     in_row = column < COLUMNS
-
-    largest = float("-inf")
-    for first in range(0, splits, LSE_BLOCK):
-        split = first + tl.arange(0, LSE_BLOCK)
-        largest = tl.maximum(largest, tl.max(_read_lse(lse_row, split, splits, stride_partial_lse_split), 0))
-    shift = tl.where(largest == float("-inf"), 0.0, largest)  # -inf - -inf is NaN
-
-    weights = tl.zeros([SPLIT_BLOCK], tl.float32)
-    total = tl.zeros([SPLIT_BLOCK, BLOCK_D], tl.float32)
-    for first in range(0, splits, SPLIT_BLOCK):
-        split = first + tl.arange(0, SPLIT_BLOCK)
-        split_lse = _read_lse(lse_row, split, splits, stride_partial_lse_split)
-        weight = tl.exp(split_lse - shift)  # [SPLIT_BLOCK]
-        state = tl.load(
-            out_row + split.to(tl.int64)[:, None] * stride_partial_split + column[None, :] * stride_partial_column,
-            mask=(split_lse != float("-inf"))[:, None] & in_row[None, :],
-            other=0.0,
-        )  # [SPLIT_BLOCK, BLOCK_D]
-        weights += weight
-        total += weight[:, None] * state.to(tl.float32)
-
-    weight_sum = tl.sum(weights, 0)
-    empty = weight_sum == 0.0  # only then: the largest LSE weighs 1, and NaN isn't 0
-    merged = tl.sum(total, 0) / tl.where(empty, 1.0, weight_sum)
-    merged_lse = tl.where(empty, float("-inf"), shift + tl.log(tl.where(empty, 1.0, weight_sum)))
+    merged, merged_lse = merge_states(
+        out_row, lse_row, splits, stride_partial_split, stride_partial_lse_split, stride_partial_column, in_row,
+        BLOCK_D, SPLIT_BLOCK, LSE_BLOCK,
+    )  # fmt: skip
     tl.store(
         out + token * stride_out_token + head * stride_out_head + column * stride_out_column,
         merged.to(out.dtype.element_ty),
         mask=in_row,
     )
     tl.store(lse + token * stride_lse_token + head * stride_lse_head, merged_lse)
-
-
-@triton.jit
-def _read_lse(lse_row, split, splits, stride_split):
-    """LSE of some splits of one row; -inf for a split past the end or one that reports +inf."""
-    value = tl.load(lse_row + split.to(tl.int64) * stride_split, mask=split < splits, other=float("-inf"))
-    return tl.where(value == float("inf"), float("-inf"), value)

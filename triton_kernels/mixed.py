@@ -2,13 +2,12 @@
 
 contract   q [T, H, L + 64]; request b owns query tokens query_start_loc[b] .. query_start_loc[b + 1] - 1, of which
            token i stands at cache_lengths[b] + i and, causally, sees the keys at or before itself. The step's own
-           tokens are in the cache. out [T, H, L] and lse [T, H] (float32, natural), or the states of splits [S, T, H,
-           L] and [S, T, H], both float32; of a split without keys lse is -inf and out isn't written. Tokens past
-           query_start_loc[B]: out 0, lse -inf; tokens before query_start_loc[0] aren't touched, so that a step's decode
-           rows and its prompts can be two launches. Table columns and slots past a request's last key aren't read
+           tokens are in the cache. out [T, H, L], lse [T, H] (float32, natural). Tokens past query_start_loc[B]: out 0,
+           lse -inf; tokens before query_start_loc[0] aren't touched, so that a step's decode rows and its prompts can
+           be two launches. Table columns and slots past a request's last key aren't read
 meaning    reference/attention.py
-grid       (T * H // ROWS + B + 1, S): as many tiles of rows as capacities allow, whatever the lengths; see
-           device/requests.py
+grid       (T * H // ROWS + B + 1,): as many tiles of rows as capacities allow, whatever the lengths; see
+           device/requests.py. Where lengths differ, or requests are few, pieces.py keeps the machine busy
 cost       docs/kernels/decode_triton.md
 limits     latent 512 or 256; rope 64; query dtypes bf16 and fp16, and float32 for unquantised caches
 """
@@ -34,7 +33,6 @@ from pagedmla.triton_kernels.planes import ROPE, as_bytes, as_int32, check_plane
 from pagedmla.triton_kernels.tiles import QUERY_DTYPES, choose_tile
 
 _MAX_HEADS = 128
-_MAX_SPLITS = 65535  # the second axis of a grid
 
 
 def attend_mixed(
@@ -51,7 +49,7 @@ def attend_mixed(
     max_query_len: int,
     causal: bool = True,
 ) -> None:
-    """Attend, and write `out` and `lse` (see the top of this file); four dimensions in `out` make its first the splits.
+    """Attend, and write `out` and `lse` (see the top of this file).
 
     lookup_table, scales_lookup_table [B, W] int32 or uint32; cache_lengths [B], query_start_loc [B + 1] int32 or
     uint32. `max_query_len` bounds the query tokens of a request; it chooses the tile, any number is right. Without a
@@ -65,10 +63,10 @@ def attend_mixed(
     tokens, heads, _ = q.shape
     if tokens == 0:
         return
-    compiled = compile_time(q, planes, out, causal, max_query_len * heads)
+    compiled = compile_time(q, planes, causal, max_query_len * heads)
     launch(
         mixed_kernel,
-        (tokens * heads // compiled["ROWS"] + requests + 1, out.shape[0] if out.dim() == 4 else 1),
+        (tokens * heads // compiled["ROWS"] + requests + 1,),
         out,
         lse,
         q,
@@ -82,7 +80,7 @@ def attend_mixed(
         tokens,
         heads,
         sm_scale * math.log2(math.e),
-        *strides(q, planes, tables, out, lse),
+        *strides(q, planes, tables, out),
         **compiled,
     )
 
@@ -110,19 +108,12 @@ def check_call(
     if scales_lookup_table is None or planes.scales_in_value_pages:
         scales_lookup_table = lookup_table
     check_table(scales_lookup_table, "scales_lookup_table", requests)
-    if out.dim() == 4:
-        splits = out.shape[0]
-        if not 1 <= splits <= _MAX_SPLITS:
-            refuse("out", f"1 to {_MAX_SPLITS} splits", out)
-        expect_tensor(out, "out", [splits, tokens, heads, latent], [torch.float32])
-        expect_tensor(lse, "lse", [splits, tokens, heads], [torch.float32])
-    else:
-        expect_tensor(out, "out", [tokens, heads, latent], QUERY_DTYPES)
-        expect_tensor(lse, "lse", [tokens, heads], [torch.float32])
+    expect_tensor(out, "out", [tokens, heads, latent], QUERY_DTYPES)
+    expect_tensor(lse, "lse", [tokens, heads], [torch.float32])
     for name, tensor in (("q", q), ("out", out)):
         if tensor.stride(-1) != 1:
             refuse(name, "adjacent columns (stride(-1) 1)", tensor.stride())
-    if not (lse[0] if lse.dim() == 3 else lse).is_contiguous():
+    if not lse.is_contiguous():
         refuse("lse", "adjacent heads and tokens", lse.stride())
     expect_same_device(
         q, "q", pool=planes.latent, lookup_table=lookup_table, scales_lookup_table=scales_lookup_table, out=out, lse=lse
@@ -130,7 +121,7 @@ def check_call(
     return lookup_table, scales_lookup_table
 
 
-def strides(q: Tensor, planes: RowPlanes, tables: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> tuple[int, ...]:
+def strides(q: Tensor, planes: RowPlanes, tables: tuple[Tensor, Tensor], out: Tensor) -> tuple[int, ...]:
     """The strides that kernels take when they run; slot and group strides are compile-time constants."""
     return (
         *(table.stride(0) for table in tables),
@@ -138,13 +129,11 @@ def strides(q: Tensor, planes: RowPlanes, tables: tuple[Tensor, Tensor], out: Te
         planes.latent.stride(0),
         planes.rope.stride(0),
         0 if planes.scales is None else planes.scales.stride(0),
-        out.stride(0) if out.dim() == 4 else 0,
-        *out.stride()[-3:-1],
-        lse.stride(0) if lse.dim() == 3 else 0,
+        *out.stride()[:2],
     )
 
 
-def compile_time(q: Tensor, planes: RowPlanes, out: Tensor, causal: bool, rows: int) -> dict[str, Any]:
+def compile_time(q: Tensor, planes: RowPlanes, causal: bool, rows: int) -> dict[str, Any]:
     """Constants and launch options of an attention kernel for requests of at most `rows` rows."""
     known = constants(planes)
     cache_dtypes = (
@@ -160,7 +149,6 @@ def compile_time(q: Tensor, planes: RowPlanes, out: Tensor, causal: bool, rows: 
         "STRIDE_SCALES_GROUP": 0 if planes.scales is None else planes.scales.stride(2),
         "PAGE_SIZE": planes.latent.shape[1],
         "CAUSAL": causal,
-        "PARTIAL": out.dim() == 4,
         **tile.keywords(),
     }
 
@@ -168,7 +156,7 @@ def compile_time(q: Tensor, planes: RowPlanes, out: Tensor, causal: bool, rows: 
 @triton.jit(
     do_not_specialize=[
         "lse", "lookup_table", "scales_lookup_table", "cache_lengths", "query_start_loc", "requests", "tokens",
-        "heads", "stride_table", "stride_scales_table", "stride_lse_split",
+        "heads", "stride_table", "stride_scales_table",
     ]
 )  # fmt: skip
 def mixed_kernel(
@@ -176,14 +164,14 @@ def mixed_kernel(
     requests, tokens, heads, score_scale,
     stride_table, stride_scales_table, stride_q_token, stride_q_head,
     stride_latent_page, stride_rope_page, stride_scales_page,
-    stride_out_split, stride_out_token, stride_out_head, stride_lse_split,
+    stride_out_token, stride_out_head,
     STRIDE_LATENT_SLOT: tl.constexpr, STRIDE_ROPE_SLOT: tl.constexpr, STRIDE_SCALES_SLOT: tl.constexpr,
     STRIDE_SCALES_GROUP: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, FP8_LATENT: tl.constexpr,
     FP8_ROPE: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, ROPE_SCALED: tl.constexpr, E8M0: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, ROPE_CHUNK: tl.constexpr, LATENT_MMA: tl.constexpr,
     ROPE_MMA: tl.constexpr, SPLIT_QUERIES: tl.constexpr, PRECISION: tl.constexpr, DEQUANTISE: tl.constexpr,
-    NATIVE_E4M3: tl.constexpr, PREFETCH: tl.constexpr, PREFETCH_ROPE: tl.constexpr, PARTIAL: tl.constexpr,
+    NATIVE_E4M3: tl.constexpr, HOIST: tl.constexpr, PREFETCH: tl.constexpr, PREFETCH_ROPE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     request = find_request(query_start_loc, tile, requests, heads, ROWS)
@@ -198,13 +186,14 @@ def mixed_kernel(
     kv_len = tl.where(real, tl.maximum(cache_length + query_len, 0), 0)
     if make_uniform(query_len * heads - first_row) > 0:
         attend_rows(
-            out, lse, q, latent, rope, scales,
+            out, lse, None, None, q, latent, rope, scales,
             lookup_table + request.to(tl.int64) * stride_table,
             scales_lookup_table + request.to(tl.int64) * stride_scales_table,
-            first_token, first_row, query_len * heads, heads, cache_length, kv_len, score_scale,
+            first_token, first_row, query_len * heads, heads, cache_length, kv_len,
+            tl.zeros([], tl.int32), kv_len, None, score_scale,
             stride_q_token, stride_q_head, stride_latent_page, stride_rope_page, stride_scales_page,
-            stride_out_split, stride_out_token, stride_out_head, stride_lse_split,
+            stride_out_token, stride_out_head,
             STRIDE_LATENT_SLOT, STRIDE_ROPE_SLOT, STRIDE_SCALES_SLOT, STRIDE_SCALES_GROUP, LATENT, ROPE, FP8_LATENT,
             FP8_ROPE, GROUP, GROUPS, ROPE_SCALED, E8M0, PAGE_SIZE, CAUSAL, ROWS, TILE, CHUNK, ROPE_CHUNK, LATENT_MMA,
-            ROPE_MMA, SPLIT_QUERIES, PRECISION, DEQUANTISE, NATIVE_E4M3, PREFETCH, PREFETCH_ROPE, PARTIAL,
+            ROPE_MMA, SPLIT_QUERIES, PRECISION, DEQUANTISE, NATIVE_E4M3, HOIST, PREFETCH, PREFETCH_ROPE,
         )  # fmt: skip

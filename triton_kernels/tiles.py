@@ -36,6 +36,7 @@ class Tile:
     PRECISION: str
     DEQUANTISE: bool
     NATIVE_E4M3: bool
+    HOIST: bool
     PREFETCH: bool
     PREFETCH_ROPE: bool
     num_warps: int
@@ -82,6 +83,7 @@ def choose_tile(
         PRECISION=float32_precision(target),
         DEQUANTISE=False,
         NATIVE_E4M3=target.native_e4m3,
+        HOIST=False,
         PREFETCH=prefetch,
         # Where two blocks of 16 rows and 64 keys share an SM, registers count for more than the rope's latency.
         PREFETCH_ROPE=(
@@ -109,6 +111,7 @@ def _float32_tile(dequantise: bool, target: Target) -> Tile:
         PRECISION=float32_precision(target),
         DEQUANTISE=dequantise,
         NATIVE_E4M3=target.native_e4m3,
+        HOIST=target.name != "sm_80",  # there it spills thousands of words
         PREFETCH=False,
         PREFETCH_ROPE=False,
         num_warps=4,

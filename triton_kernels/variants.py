@@ -1,4 +1,4 @@
-"""Every variant of every kernel that the package launches: attention, and store, decompress, prefill and merge.
+"""Every variant of every kernel that the package launches: attention and its schedule, and the other steps.
 
 What stands here is which calls are foreseen; what such a call compiles is recorded from the host functions
 (recording.py), so that what is built ahead of time is what runs. Shapes stand for those of a served DeepSeek model;
@@ -40,7 +40,7 @@ HEADS = (16, 32, 128)  # one for each size of a request that tiles.py tells apar
 PAGE_SIZE = 64  # a multiple of every tile of keys
 SMALL_PAGE = 16  # a tile of keys takes several
 HEAD_WIDTHS = ((192, 128), (128, 128), (64, 64))  # of keys and values, once decompressed
-_REQUESTS, _COLUMNS, _SPLITS = 64, 512, 8
+_REQUESTS, _COLUMNS, _SPLITS, _SLOTS = 64, 512, 8, 264
 _TOKENS, _HEADS = 4096, 128
 _PAGES, _LAYERS = 1024, 61
 
@@ -71,34 +71,34 @@ def variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
 
 
 def attention_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
-    """Decode for every kind of layout and the least and largest tile of rows, for each target, writing split states.
+    """Pieces for every kind of layout and the least and largest tile of rows, for each target.
 
-    Also, for what engines serve and 16 rows, mixed, which has decode's loop behind another prologue, and small pages,
-    which change addresses alone; on BUDGETED all tiles of these, the other layouts, and float16 queries. An undivided
-    call differs in the type of `out`, another slot stride or granularity in constants: Triton builds those when they
-    are first used.
+    Also, for what engines serve and 16 rows, decode and mixed, which have the same loop behind other prologues, and
+    small pages, which change addresses alone; on BUDGETED all tiles of these, the other layouts, and float16 queries.
+    Calls that differ in the type of `out`, another slot stride or granularity in constants are built when they are
+    first used.
     """
     found: list[Variant] = []
     for name in targets:
         target = TARGETS[name]
         if name != BUDGETED:
             for layout in KINDS:
-                found += [_attention("decode", layout, PAGE_SIZE, heads, target) for heads in (HEADS[0], HEADS[-1])]
+                found += [_attention("pieces", layout, PAGE_SIZE, heads, target) for heads in (HEADS[0], HEADS[-1])]
             for layout in SERVED:
-                found.append(_attention("mixed", layout, PAGE_SIZE, HEADS[0], target))
-                found.append(_attention("decode", layout, SMALL_PAGE, HEADS[0], target))
+                found += [_attention(kernel, layout, PAGE_SIZE, HEADS[0], target) for kernel in ("decode", "mixed")]
+                found.append(_attention("pieces", layout, SMALL_PAGE, HEADS[0], target))
             continue
         for heads in HEADS:
-            found += [_attention("decode", layout, PAGE_SIZE, heads, target) for layout in LAYOUTS]
-            found += [_attention("mixed", layout, PAGE_SIZE, heads, target) for layout in SERVED]
-            found += [_attention("decode", layout, SMALL_PAGE, heads, target) for layout in SERVED]
-            found += [_attention("mixed", layout, SMALL_PAGE, heads, target) for layout in SERVED]
-            found += [_attention("decode", layout, PAGE_SIZE, heads, target, torch.float16) for layout in WITH_BF16]
+            found += [_attention("pieces", layout, PAGE_SIZE, heads, target) for layout in LAYOUTS]
+            found += [_attention("decode", layout, PAGE_SIZE, heads, target) for layout in SERVED]
+            for kernel, page_size in (("mixed", PAGE_SIZE), ("mixed", SMALL_PAGE), ("pieces", SMALL_PAGE)):
+                found += [_attention(kernel, layout, page_size, heads, target) for layout in SERVED]
+            found += [_attention("pieces", layout, PAGE_SIZE, heads, target, torch.float16) for layout in WITH_BF16]
     return _distinct(found)
 
 
 def step_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
-    """Store, decompress, prefill and merge, for each target."""
+    """Store, decompress, prefill, schedule and both merges, for each target."""
     found: list[Variant] = []
     for name in targets:
         target = TARGETS[name]
@@ -108,7 +108,10 @@ def step_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
             for causal in (True, False):
                 found.append(_prefill(key_columns, value_columns, causal, target))
         found.append(_merge(target))
-    return found
+        for heads in (HEADS[0], HEADS[-1]):
+            of_pieces = ("schedule", "merge_cuts")
+            found += [_attention(kernel, ("fp8_rope_bf16", None), PAGE_SIZE, heads, target) for kernel in of_pieces]
+    return _distinct(found)
 
 
 def _distinct(found: list[Variant]) -> list[Variant]:
@@ -127,13 +130,14 @@ def _attention(
     """`query_dtype` None: the cache's own where it isn't FP8, else bfloat16."""
     from pagedmla.triton_kernels.decode import attend_decode
     from pagedmla.triton_kernels.mixed import attend_mixed
+    from pagedmla.triton_kernels.pieces import attend_pieces, tile_of
+    from pagedmla.triton_kernels.schedule import make_schedule
 
     layout = get_layout(layout_of[0], granularity=layout_of[1])
     planes = _planes(layout, page_size)
     usual = {"fp32": torch.float32, "fp16": torch.float16}.get(layout.name, torch.bfloat16)
     q = _meta(_REQUESTS, heads, layout.width, dtype=query_dtype or usual)
-    out = _meta(_SPLITS, _REQUESTS, heads, layout.latent, dtype=torch.float32)
-    lse = _meta(_SPLITS, _REQUESTS, heads, dtype=torch.float32)
+    out, lse = _meta(_REQUESTS, heads, layout.latent, dtype=q.dtype), _meta(_REQUESTS, heads, dtype=torch.float32)
     table, lengths, starts = (
         _meta(*shape, dtype=torch.int32) for shape in ((_REQUESTS, _COLUMNS), (_REQUESTS,), (_REQUESTS + 1,))
     )
@@ -144,8 +148,28 @@ def _attention(
     def mixed() -> None:
         attend_mixed(q, planes, table, lengths, starts, out, lse, sm_scale=layout.width**-0.5, max_query_len=1)
 
-    call = decode if kernel == "decode" else mixed
-    return _variant(call, kernel, target, layout.name, bytes_per_token=float(layout.bytes_per_token))
+    def pieces() -> None:
+        rows, keys = tile_of(q, planes, 1)
+        schedule = make_schedule(
+            lengths,
+            starts,
+            tokens=_REQUESTS,
+            heads=heads,
+            rows=rows,
+            keys=keys,
+            row_tiles=_REQUESTS,
+            places=_SLOTS,
+            slots=_SLOTS,
+            most_pieces=_SLOTS,
+        )
+        states, state_lse = (_meta(_SLOTS, rows, *more, dtype=torch.float32) for more in ((layout.latent,), ()))
+        attend_pieces(q, planes, table, schedule, out, lse, states, state_lse, sm_scale=1.0, max_query_len=1)
+
+    call = {"decode": decode, "mixed": mixed}.get(kernel, pieces)
+    if kernel in ("schedule", "merge_cuts"):
+        return _variant(call, kernel, target, "", rows=None, tokens=None, launch=0 if kernel == "schedule" else 2)
+    launch = 1 if kernel == "pieces" else 0
+    return _variant(call, kernel, target, layout.name, bytes_per_token=float(layout.bytes_per_token), launch=launch)
 
 
 def _cache_steps(layout: CacheLayout, target: Target) -> Iterator[Variant]:
@@ -208,10 +232,11 @@ def _variant(
     rows: str | None = "ROWS",
     tokens: str | None = "TILE",
     bytes_per_token: float | None = None,
+    launch: int = 0,
 ) -> Variant:
-    """What `call` launches. `rows` and `tokens` name the constants that say what a program covers; None: one row, and
-    no walk over tokens."""
-    (launched,) = record(call, target)
+    """Launch number `launch` of `call`. `rows` and `tokens` name the constants that say what a program covers; None:
+    one row, and no walk over tokens."""
+    launched = record(call, target)[launch]
     types = specialise(launched)
     options = dict(types.options)
     return Variant(

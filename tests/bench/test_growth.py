@@ -67,30 +67,27 @@ def test_the_launch_goes_all_the_way_to_the_driver(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(host_cost, "record", recording)
     host_cost.launch_call(2, 4096)()
-    assert len(recorded) == 2  # the parts of a split, and their merge
-    assert "merge" in recorded[1]
+    assert recorded == ["schedule_kernel", "pieces_kernel", "merge_cuts_kernel"]
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
 def test_every_key_is_some_workers(batch: RaggedBatch) -> None:
-    """Tiles of 64 keys and pages of 64 cover the same keys, up to the last tile; rows beyond a tile read them again."""
+    """Both cut tiles of 64 keys; rows beyond a tile read them again."""
     rows = list(balance.balances([batch], heads=[16]))
     assert [row.executor for row in rows] == ["cutlass", "triton"]
     for row in rows:
         workers = 132 if row.executor == "cutlass" or 16 * batch.q_len > 32 else 264
         tiles = 1 if 16 * batch.q_len <= 64 else 2
-        rounding = 64 * len(batch.kv_lens) if row.executor == "cutlass" else 0
+        rounding = 64 * tiles * len(batch.kv_lens)
         assert 0 <= row.even * workers - tiles * sum(batch.kv_lens) <= rounding
         assert row.share >= 1 or not row.even
         assert row.to_dict()["source"] == "model"
 
 
-def test_a_long_request_shows_in_the_balance() -> None:
-    """One request of 128k among 63 short ones: Triton's parts are as many for it as for them."""
+def test_a_long_request_keeps_nobody_waiting() -> None:
+    """One request of 128k among 63 short ones took 50 even shares while Triton's parts were as many for each."""
     one_long = next(batch for batch in BATCHES if batch.name == "one-long")
-    cutlass, triton = balance.balances([one_long], heads=[16])
-    assert cutlass.share < 1.1
-    assert triton.share > 10
+    assert [row.share < 1.1 for row in balance.balances([one_long], heads=[16])] == [True, True]
     equal = RaggedBatch("equal", SYNTHETIC, "", (4096,) * 132)
     assert [row.share for row in balance.balances([equal], heads=[16])] == [1.0, 1.0]
 

@@ -11,6 +11,8 @@ from pagedmla.kv_cache.layouts import RowPlanes
 from pagedmla.kv_cache.paged_tensor import PagedTensor
 from pagedmla.triton_kernels.decode import attend_decode
 from pagedmla.triton_kernels.mixed import attend_mixed
+from pagedmla.triton_kernels.pieces import attend_pieces, tile_of
+from pagedmla.triton_kernels.schedule import Schedule, make_schedule
 
 INF = float("inf")
 
@@ -24,30 +26,34 @@ def planes_of(guarded, step: Step) -> RowPlanes:
     )
 
 
-def results(guarded, step: Step, splits: int | None, dtype: torch.dtype, padding: int = 0) -> tuple[Tensor, Tensor]:
-    """Poisoned `out` and `lse` for a step, or for its splits."""
+def results(guarded, step: Step, dtype: torch.dtype, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """Poisoned `out` and `lse` for a step."""
     tokens, heads, _ = step.q.shape
-    shape = (tokens + padding, heads) if splits is None else (splits, tokens + padding, heads)
+    shape = (tokens + padding, heads)
     return guarded.empty((*shape, step.layout.latent), dtype), guarded.empty(shape, torch.float32)
 
 
-def run_mixed(guarded, step: Step, splits: int | None = None, dtype: torch.dtype = torch.float32, padding: int = 0):
+def padded_queries(step: Step, padding: int) -> Tensor:
+    """The step's queries and `padding` more, which hold NaN and belong to nobody."""
+    return torch.cat((step.q, step.q.new_full((padding, *step.q.shape[1:]), float("nan"))))
+
+
+def run_mixed(guarded, step: Step, dtype: torch.dtype = torch.float32, padding: int = 0):
     """(out, lse) of `attend_mixed`; `padding` query tokens past the last request hold NaN."""
-    out, lse = results(guarded, step, splits, dtype, padding)
-    q = torch.cat((step.q, step.q.new_full((padding, *step.q.shape[1:]), float("nan"))))
+    out, lse = results(guarded, step, dtype, padding)
     scale_table = step.values.scales_lookup_table
     attend_mixed(
-        guarded.frozen(q), planes_of(guarded, step), guarded.frozen(step.values.lookup_table),
-        guarded.frozen(step.values.cache_lengths), guarded.frozen(step.query_start_loc), out, lse,
-        None if scale_table is None else guarded.frozen(scale_table),
+        guarded.frozen(padded_queries(step, padding)), planes_of(guarded, step),
+        guarded.frozen(step.values.lookup_table), guarded.frozen(step.values.cache_lengths),
+        guarded.frozen(step.query_start_loc), out, lse, None if scale_table is None else guarded.frozen(scale_table),
         sm_scale=step.sm_scale, max_query_len=step.values.max_prompt_length, causal=step.case.causal,
     )  # fmt: skip
     return out, lse
 
 
-def run_decode(guarded, step: Step, splits: int | None = None, dtype: torch.dtype = torch.float32):
+def run_decode(guarded, step: Step, dtype: torch.dtype = torch.float32):
     """(out, lse) of `attend_decode`."""
-    out, lse = results(guarded, step, splits, dtype)
+    out, lse = results(guarded, step, dtype)
     scale_table = step.values.scales_lookup_table
     attend_decode(
         guarded.frozen(step.q), planes_of(guarded, step), guarded.frozen(step.values.lookup_table),
@@ -58,12 +64,33 @@ def run_decode(guarded, step: Step, splits: int | None = None, dtype: torch.dtyp
     return out, lse
 
 
-def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """One state of split states, in float64. What an empty split holds is dropped before it meets any arithmetic."""
-    empty = lse == -INF
-    total = lse.double().logsumexp(0)
-    weight = torch.where(empty, 0.0, (lse.double() - torch.where(total == -INF, 0.0, total)).exp())
-    return (torch.where(empty[..., None], 0.0, out.double()) * weight[..., None]).sum(0), total
+def scheduled(
+    step: Step, tile: tuple[int, int], *, places: int = 264, slots: int = 264, most_pieces: int = 264, padding: int = 0
+) -> Schedule:
+    """The step's schedule for tiles of so many rows and keys."""
+    tokens, heads = step.q.shape[0] + padding, step.q.shape[1]
+    requests = len(step.case.q_lens)
+    return make_schedule(
+        step.values.cache_lengths, step.query_start_loc, tokens=tokens, heads=heads, rows=tile[0], keys=tile[1],
+        row_tiles=tokens * heads // tile[0] + requests + 1, places=places, slots=slots, most_pieces=most_pieces,
+    )  # fmt: skip
+
+
+def run_pieces(guarded, step: Step, dtype: torch.dtype = torch.float32, padding: int = 0, **how: int):
+    """(out, lse, states, state_lse) of `attend_pieces` by a schedule of its own; `how` is `scheduled`'s."""
+    out, lse = results(guarded, step, dtype, padding)
+    q, planes = guarded.frozen(padded_queries(step, padding)), planes_of(guarded, step)
+    longest = step.values.max_prompt_length
+    schedule = scheduled(step, tile_of(q, planes, longest), padding=padding, **how)
+    states = guarded.empty((schedule.slots, schedule.rows, step.layout.latent), torch.float32)
+    state_lse = guarded.empty((schedule.slots, schedule.rows), torch.float32)
+    scale_table = step.values.scales_lookup_table
+    attend_pieces(
+        q, planes, guarded.frozen(step.values.lookup_table), schedule, out, lse, states, state_lse,
+        None if scale_table is None else guarded.frozen(scale_table),
+        sm_scale=step.sm_scale, max_query_len=longest, causal=step.case.causal,
+    )  # fmt: skip
+    return out, lse, states, state_lse
 
 
 def assert_agrees(step: Step, got: tuple[Tensor, Tensor], out_bound: float = OUT_RELATIVE) -> None:

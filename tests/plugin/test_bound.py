@@ -6,7 +6,6 @@ Two layers of one cache group, with other tokens in each: whatever leaks from th
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from pagedmla.adapters.rows import step_rows
 from pagedmla.adapters.vllm import layer_pools, write_cache_lengths
 from pagedmla.kv_cache.checks import DroppedStoreWarning
 from pagedmla.kv_cache.layouts import get_layout
-from pagedmla.plugin import bound
+from pagedmla.plugin import bound, executor_triton
 from pagedmla.plugin.bound import BoundLayer, BoundRows, Stores
-from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor
+from pagedmla.plugin.executor_triton import TritonExecutor
 
 H, P, BLOCKS, TOKENS = 3, 16, 9, 20
 SCALE = 0.1
@@ -90,7 +89,7 @@ def test_each_layer_reads_its_own_pages(starts: tuple[int, ...]) -> None:
     assert not torch.equal(found[0][0], found[1][0])
 
 
-# Steps whose launches differ: one; parts and their merge; parts of the decode rows, and the prompts behind them.
+# Steps whose launches differ: one; pieces and their merge; pieces of the decode rows, and the prompts behind them.
 STEPS = {
     "decode": ((0, 1, 2), (TOKENS, 17), (1, 2, 1, 2), None, 1),
     "split": ((0, 1, 2), (TOKENS, 17), (1, 2, 1, 2), None, 2),
@@ -105,8 +104,9 @@ def test_launches_of_the_first_layer_are_repeated(case: str, monkeypatch: pytest
     pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
     *step, parts = STEPS[case]
     plan = make_plan(executor="triton", dtype=torch.bfloat16, num_partitions=parts)
-    if case == "split decode rows and a prompt":  # and not the whole step: there is no room for its parts
-        plan = replace(plan, workspace=PartialStates(torch.empty(parts * H), torch.empty(parts * H, 512)))
+    if case == "split decode rows and a prompt":  # which fills this GPU by itself
+        monkeypatch.setattr(executor_triton, "multiprocessors", lambda device: 0)
+        monkeypatch.setattr(executor_triton, "places", lambda *_: 8)
     stores = Stores()
     layers = [make_layer(f"layer.{i}", plan, stores=stores) for i in range(3)]
     decided: list[str] = []
@@ -120,7 +120,7 @@ def test_launches_of_the_first_layer_are_repeated(case: str, monkeypatch: pytest
 
         return call
 
-    for name in ("attend", "store_slots"):
+    for name in ("schedule", "attend", "store_slots"):
         monkeypatch.setattr(TritonExecutor, name, counted(name))
     for seed, layer in enumerate(layers):
         fill(layer, seed)
@@ -128,9 +128,42 @@ def test_launches_of_the_first_layer_are_repeated(case: str, monkeypatch: pytest
     tokens = 4 if case.startswith("padding") else step[0][-1]
     queries = [torch.randn(tokens, H, 576).bfloat16() for _ in layers]
     found = [rows.attend(q, layer) for q, layer in zip(queries, layers)]
-    assert decided == ["store_slots", "attend"]
+    assert decided == ["store_slots", "schedule", "attend"]
     monkeypatch.undo()
     for q, layer, (out, lse) in zip(queries, layers, found):
+        expected_out, expected_lse = publicly(q, rows, layer)
+        assert (out - expected_out).abs().max() < 2e-2
+        assert torch.allclose(lse, expected_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_captured_pass_follows_lengths_and_tables(passes: int) -> None:
+    """A graph is captured after a warm-up over the same rows: a schedule that only the first pass made wasn't in it,
+    and replays cut the keys by the lengths of the warm-up. The launches of the last pass are made again here."""
+    pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+    from pagedmla.triton_kernels.launch import intercepted, launch
+
+    plan = make_plan(executor="triton", dtype=torch.bfloat16, num_partitions=4, max_cache_length=512)
+    layers = [make_layer(f"layer.{i}", plan, blocks=40) for i in range(2)]
+    for seed, layer in enumerate(layers):
+        generator = torch.Generator().manual_seed(seed)
+        latent, rope = (torch.randn(40 * P, width, generator=generator).bfloat16() for width in (512, 64))
+        layer.store(latent, rope, torch.arange(40 * P))
+    rows = make_rows(plan, (0, 1, 2), (20, 17), tuple(range(36)))
+    rows.rows = rows.rows._replace(max_cache_length=288)
+    q = torch.randn(2, H, 576).bfloat16()
+    for _ in range(passes - 1):
+        for layer in layers:
+            rows.attend(q, layer)
+    captured: list[Any] = []
+    with intercepted(lambda *made: captured.append(made)):
+        found = [rows.attend(q, layer) for layer in layers]
+    rows.rows.cache_lengths.copy_(torch.tensor([280, 150]))
+    table = rows.rows.lookup_table.view(torch.int32)
+    table.copy_(table.flip(0))
+    for kernel, grid, args, more in captured:
+        launch(kernel, grid, *args, **more)
+    for layer, (out, lse) in zip(layers, found):
         expected_out, expected_lse = publicly(q, rows, layer)
         assert (out - expected_out).abs().max() < 2e-2
         assert torch.allclose(lse, expected_lse, atol=1e-5)
@@ -164,7 +197,7 @@ def test_a_repeated_layer_costs_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> 
                 rows.attend(q, layer)
             finally:
                 sys.setprofile(None)
-    assert len(launches) == 2 * 3  # store, parts, merge
+    assert len(launches) == 1 + 2 * 3  # the step's schedule; a layer's store, pieces, merge
     assert calls <= CALLS_A_LAYER, calls
 
 

@@ -15,7 +15,8 @@ from cases.steps import Step, StepCase, build_step
 import pagedmla
 from pagedmla import get_layout
 from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor
-from pagedmla.plugin.executors import Capacity, Configuration, choose
+from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, choose
+from pagedmla.plugin.step import bind_step
 
 pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
 
@@ -45,41 +46,43 @@ def make_plan(step: Step, partitions: int) -> pagedmla.Plan:
     )
 
 
-@pytest.mark.parametrize("form", ["whole", "parts", "prompts apart", "too large to split", "parts without a plan"])
+FORMS = {
+    "whole": ["attend_mixed"],
+    "spread": ["make_schedule", "attend_pieces"],
+    "prompts apart": ["make_schedule", "attend_pieces", "attend_mixed"],
+    "no room for states": ["make_schedule", "attend_pieces"],
+    "spread without a plan": ["make_schedule", "attend_pieces"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_step(form: str, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pagedmla.triton_kernels import decode, merge, mixed
+    from pagedmla.plugin import executor_triton
+    from pagedmla.triton_kernels import decode, mixed, pieces, schedule
 
     launches = []
-    for module, name in ((mixed, "attend_mixed"), (decode, "attend_decode"), (merge, "merge")):
+    for module, name in (
+        (mixed, "attend_mixed"), (decode, "attend_decode"), (pieces, "attend_pieces"), (schedule, "make_schedule"),
+    ):  # fmt: skip
         real = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda *args, real=real, name=name, **more: (launches.append(name), real(*args, **more))
+            module, name, lambda *args, real=real, name=name, **more: (launches.append(name), real(*args, **more))[1]
         )
     values, plan = step.values, None
-    if form == "parts without a plan":
+    if form == "spread without a plan":
         values = replace(values, mla_num_partitions=3)
     else:
         plan = make_plan(step, 1 if form == "whole" else 3)
-        held = {"parts": 22, "prompts apart": 3, "too large to split": 2}.get(form)
-        if held is not None:
-            space, rows = plan.workspace, 3 * held * CASE.heads
-            assert isinstance(space, PartialStates)
-            assert space.partial_lse.shape[0] >= rows
-            plan = replace(plan, workspace=PartialStates(space.partial_lse[:rows], space.partial_out[:rows]))
+    if form == "no room for states":
+        plan = replace(plan, workspace=PartialStates(torch.empty(0), torch.empty(0, 512)))
+    if form == "prompts apart":  # they fill this GPU
+        monkeypatch.setattr(executor_triton, "multiprocessors", lambda device: 0)
+        monkeypatch.setattr(executor_triton, "places", lambda *_: 8)
     out, lse = pagedmla.attend(step.q, values, step.layer, plan=plan, executor="triton", check=True, **step.call())
     want, want_lse = step.dense_attention()
     assert float((out.double() - want).abs().max() / want.abs().max()) < ROUNDING
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=1e-5)
-    assert (
-        launches
-        == {
-            "whole": ["attend_mixed"],
-            "parts": ["attend_mixed", "merge"],
-            "prompts apart": ["attend_mixed", "merge", "attend_mixed"],
-            "too large to split": ["attend_mixed"],
-            "parts without a plan": ["attend_mixed", "merge"],
-        }[form]
-    )
+    assert launches == FORMS[form]
 
 
 def test_one_token_each_is_a_decode(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,16 +119,18 @@ def test_vectors_with_a_stride_are_refused(name: str, step: Step) -> None:
 
 def test_decode_rows_keep_their_tile_beside_prompts(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two decode rows of a step with a long prompt took the prompt's tile: twice the instructions a key."""
-    from pagedmla.triton_kernels import mixed
+    from pagedmla.plugin import executor_triton
+    from pagedmla.triton_kernels import mixed, pieces
 
     longest = []
-    real = mixed.attend_mixed
-    monkeypatch.setattr(mixed, "attend_mixed", lambda *a, **k: (longest.append(k["max_query_len"]), real(*a, **k)))
-    plan = make_plan(step, 3)
-    rows = 3 * 3 * CASE.heads
-    assert isinstance(plan.workspace, PartialStates)
-    small = PartialStates(plan.workspace.partial_lse[:rows], plan.workspace.partial_out[:rows])
-    pagedmla.attend(step.q, step.values, step.layer, plan=replace(plan, workspace=small), **step.call())
+    for module, name in ((pieces, "attend_pieces"), (mixed, "attend_mixed")):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, real=real, **k: (longest.append(k["max_query_len"]), real(*a, **k))
+        )
+    monkeypatch.setattr(executor_triton, "multiprocessors", lambda device: 0)
+    monkeypatch.setattr(executor_triton, "places", lambda *_: 8)
+    pagedmla.attend(step.q, step.values, step.layer, plan=make_plan(step, 3), **step.call())
     assert longest == [2, 19]
 
 
@@ -192,43 +197,45 @@ def test_float64_is_taken_where_the_public_call_takes_it() -> None:
         pagedmla.store(latent, rope, values, 0, layout=pool.layout, executor="triton")
 
 
-def test_how_many_parts_a_plan_takes_by_itself() -> None:
-    """Two small blocks or a large one for each of 132 multiprocessors, no part under 128 keys, never by lengths."""
+def test_how_many_pieces_a_plan_takes_by_itself() -> None:
+    """As many as run at once, two small blocks or a large one for each of 132 multiprocessors, none under 128 keys; the
+    schedule takes fewer. A shape alone decides."""
     usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), 16, 64, torch.bfloat16)
 
-    def parts(requests: int, tokens: int, keys: int, **changes: object) -> int:
+    def most(requests: int, tokens: int, keys: int, **changes: object) -> int:
         return TritonExecutor().partitions(
             replace(usual, **changes),  # type: ignore[arg-type]
-            Capacity(1024, 8192, keys),
+            Capacity(8192, 8192, keys),
             requests,
             tokens,
         )
 
-    counts = {
-        (requests, tokens): tuple(parts(requests, tokens, keys) for keys in (127, 4096, 131072))
-        for requests, tokens in ((1, 1), (8, 8), (32, 32), (8, 64), (128, 128), (1024, 1024))
-    }
-    assert counts == {
-        (1, 1): (1, 32, 264), (8, 8): (1, 32, 33), (32, 32): (1, 8, 8), (8, 64): (1, 8, 8), (128, 128): (1, 2, 2),
-        (1024, 1024): (1, 1, 1),
-    }  # fmt: skip
-    assert [parts(32, 32, 4096, num_heads=heads) for heads in (16, 32, 64, 128)] == [8, 4, 4, 2]
-    assert parts(3, 0, 4096) == 1  # requests without tokens: was a division by zero
-    assert parts(128, 128, 4096, layout=get_layout("bf16")) == 1  # its blocks have a multiprocessor each
+    assert [most(1, 1, keys) for keys in (127, 128, 4096, 131072)] == [1, 1, 32, 264]
+    assert [most(32, 32, 131072, num_heads=heads) for heads in (16, 32, 64, 128)] == [264, 264, 132, 132]
+    assert [most(requests, requests, 131072) for requests in (128, 4095, 4096)] == [264, 264, 1]
+    assert most(3, 0, 4096) == 1  # requests without tokens: was a division by zero
+    assert most(128, 128, 131072, layout=get_layout("bf16")) == 132  # its blocks have a multiprocessor each
 
 
-def test_a_plan_has_room_for_every_split_it_makes() -> None:
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_plan_has_room_for_the_cuts_of_any_step(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of 256 requests and 8,192 tokens took no split for a lone long request, or a gigabyte of LSEs."""
-    usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), 128, 64, torch.bfloat16)
-    capacity = Capacity(256, 8192, 131072)
-    executor = TritonExecutor()
+    from pagedmla.triton_kernels import schedule
+
+    usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"), heads, 64, torch.bfloat16)
+    executor, capacity = TritonExecutor(), Capacity(256, 8192, 131072)
     space = executor.workspace(usual, capacity, executor.partitions(usual, capacity, 1, 1))
-    assert space.nbytes < 70e6
-    for requests in (1, 2, 3, 7, 64, 131, 132, 133, 256):
-        for query_len in (1, 2, 5, 8, 32):
-            tokens = requests * query_len
-            parts = executor.partitions(usual, capacity, requests, tokens)
-            assert parts == 1 or parts * tokens * 128 <= space.partial_lse.shape[0], (requests, query_len)
+    assert space.nbytes < 20e6
+    asked = []
+    monkeypatch.setattr(schedule, "make_schedule", lambda *_, **more: asked.append((more["slots"], more["rows"])))
+    for requests in (1, 2, 256):
+        made = build_step(
+            StepCase((1,) * requests, (1,) * requests, heads=heads), "fp8_rope_bf16", dtype=torch.bfloat16
+        )
+        bound = bind_step(made.values, 0, made.layout, None, made.q, "q")
+        executor.schedule(bound, made.q, AttendOptions(0.1, True, 264, None, space))
+    rows = 16 if heads == 16 else 64
+    assert asked == [(132 * 64 // rows if heads == 128 else 264, rows)] * 3
 
 
 def test_a_small_plan_has_room_for_its_drafts() -> None:
@@ -237,7 +244,7 @@ def test_a_small_plan_has_room_for_its_drafts() -> None:
     capacity = Capacity(1, 2, 131072)
     executor = TritonExecutor()
     space = executor.workspace(usual, capacity, executor.partitions(usual, capacity, 1, 1))
-    assert executor.partitions(usual, capacity, 1, 2) * 2 * 32 <= space.partial_lse.shape[0]
+    assert space.partial_lse.shape[0] == 132 * 64
 
 
 def test_a_store_reports_what_it_drops(step: Step) -> None:

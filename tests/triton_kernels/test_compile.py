@@ -295,7 +295,9 @@ def test_recording_launches_nothing():
 def test_every_step_has_variants_for_every_target():
     listed = step_variants()
     assert {(variant.kernel, *variant.targets) for variant in listed} == {
-        (kernel, target) for kernel in ("store", "decompress", "prefill", "merge") for target in TARGETS
+        (kernel, target)
+        for kernel in ("store", "decompress", "prefill", "merge", "schedule", "merge_cuts")
+        for target in TARGETS
     }
     stored = {variant.layout for variant in listed if variant.kernel == "store"}
     assert stored == {"bf16", "fp16", "fp32", "fp8_flat", "fp8_rope_bf16", "fp8_rope_bf16_prescaled", "fp8_ds_mla"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.attending import INF, assert_agrees, merged, run_decode, run_mixed
+from cases.attending import INF, assert_agrees, run_decode, run_mixed
 from cases.steps import StepCase, build_step
 
 from pagedmla.hardware.targets import TARGETS
@@ -34,12 +34,12 @@ def test_agrees_with_mixed_bit_for_bit(guarded):
         assert torch.equal(decoded, mixed)
 
 
-def test_splits_and_padding_rows(guarded):
+def test_padding_rows(guarded):
     """vllm#35969: captured graphs replay rows of length 0, whose table rows hold -1."""
     step = build_step(StepCase((1, 1, 1), (130, 0, 5)), "fp8_rope_bf16", dtype=torch.bfloat16)
-    out, lse = run_decode(guarded, step, splits=2)
-    assert bool((lse[:, 1] == -INF).all())
-    assert_agrees(step, merged(out, lse))
+    out, lse = run_decode(guarded, step)
+    assert bool((lse[1] == -INF).all())
+    assert_agrees(step, (out, lse))
 
 
 def test_ragged_steps_are_refused(guarded):
@@ -58,7 +58,7 @@ def test_a_step_without_requests(guarded):
 def test_every_kind_of_layout_has_variants_for_every_target():
     foreseen = {(variant.targets[0], variant.layout, variant.kernel) for variant in attention_variants()}
     assert foreseen == {
-        *((target, layout, "decode") for target in TARGETS for layout, _ in KINDS),
-        *((BUDGETED, layout, "decode") for layout, _ in LAYOUTS),
-        *((target, layout, "mixed") for target in TARGETS for layout, _ in SERVED),
+        *((target, layout, "pieces") for target in TARGETS for layout, _ in KINDS),
+        *((BUDGETED, layout, "pieces") for layout, _ in LAYOUTS),
+        *((target, layout, kernel) for target in TARGETS for layout, _ in SERVED for kernel in ("decode", "mixed")),
     }

@@ -175,16 +175,16 @@ def mixed(step: Step) -> Step:
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(kernel, grid) of every launch of this test, which happens as well."""
-    from pagedmla.triton_kernels import decode, merge
+    """Kernels that this test launches; they run as well."""
+    from pagedmla.triton_kernels import decode, merge, pieces, schedule
     from pagedmla.triton_kernels import mixed as mixed_module
 
-    seen: list[tuple[str, tuple[int, ...]]] = []
-    for module in (decode, merge, mixed_module):
+    seen: list[str] = []
+    for module in (decode, merge, mixed_module, pieces, schedule):
         real = module.launch
 
         def launch(kernel, grid, *args, real=real, **kwargs):
-            seen.append((kernel.fn.__name__, grid))
+            seen.append(kernel.fn.__name__)
             real(kernel, grid, *args, **kwargs)
 
         monkeypatch.setattr(module, "launch", launch)
@@ -195,32 +195,31 @@ BEHIND = StepCase((1, 1, 17), (130, 64, 70), name="a-prompt-behind-decode-rows")
 
 
 @pytest.mark.parametrize("case", [NAMES["mixed_small"], BEHIND], ids=str)
-@pytest.mark.parametrize("room", ["step", "decode rows", "less"])
-def test_prompts_behind_decode_rows(guarded, case, room, launched):
-    """A workspace too small for the step makes the prompts a launch of their own; too small for its decode rows, no
-    part is made. The three rows of padding belong to the last launch."""
+@pytest.mark.parametrize("room", ["all pieces", "few", "none"])
+@pytest.mark.parametrize("gpu", ["empty", "full"])
+def test_prompts_behind_decode_rows(guarded, case, room, gpu, launched, monkeypatch):
+    """Prompts that fill a GPU by themselves are a launch of their own, in their own tile; the three rows of padding
+    belong to the last launch. A workspace too small for all pieces means fewer of them."""
+    from pagedmla.plugin import executor_triton
     from pagedmla.plugin.executor_triton import PartialStates
 
+    if gpu == "full":
+        monkeypatch.setattr(executor_triton, "multiprocessors", lambda device: 0)
+        monkeypatch.setattr(executor_triton, "places", lambda *_: 8)
     step = mixed(make_step(case))
-    requests, tokens = step.values.mixed_step_split.tolist()
+    requests, _ = step.values.mixed_step_split.tolist()
+    assert requests < len(case.q_lens)
     total = step.q.shape[0]
     step = replace(step, q=torch.cat((step.q, torch.full((3, *step.q.shape[1:]), torch.nan, dtype=step.q.dtype))))
-    plan = make_plan(step, 3)
-    rows = 3 * case.heads * {"step": total + 3, "decode rows": tokens, "less": tokens - 1}[room]
-    plan = replace(
-        plan, workspace=PartialStates(guarded.empty((rows,), torch.float32), guarded.empty((rows, 512), torch.float32))
-    )
+    rows = {"all pieces": 16 * 64, "few": 2 * 64, "none": 15}[room]
+    space = PartialStates(guarded.empty((rows,), torch.float32), guarded.empty((rows, 512), torch.float32))
+    plan = replace(make_plan(step, 3), workspace=space)
     out, lse = attend(guarded, step, plan=plan)
     assert_kernel_agrees((out, lse), meaning(step))
     assert bool((lse[total:] == -torch.inf).all())
-    kernels = [name for name, _ in launched]
-    parts = [grid[1] for name, grid in launched if name == "mixed_kernel"]
-    assert (kernels, parts) == {
-        "step": (["mixed_kernel", "merge_kernel"], [3]),
-        "decode rows": (["mixed_kernel", "merge_kernel", "mixed_kernel"], [3, 1]),
-        "less": (["mixed_kernel"], [1]),
-    }[room]
-    assert requests < len(case.q_lens)
+    merge = ["merge_cuts_kernel"] * (room != "none")
+    apart = ["mixed_kernel"] * (gpu == "full")
+    assert launched == ["schedule_kernel", "pieces_kernel", *merge, *apart]
 
 
 def test_states_of_shards_merge_to_the_whole(guarded):

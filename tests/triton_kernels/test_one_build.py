@@ -22,8 +22,10 @@ from pagedmla.triton_kernels.decode import attend_decode  # noqa: E402
 from pagedmla.triton_kernels.decompress import decompress  # noqa: E402
 from pagedmla.triton_kernels.merge import merge  # noqa: E402
 from pagedmla.triton_kernels.mixed import attend_mixed  # noqa: E402
+from pagedmla.triton_kernels.pieces import attend_pieces  # noqa: E402
 from pagedmla.triton_kernels.prefill import prefill  # noqa: E402
 from pagedmla.triton_kernels.recording import Recorded, Specialisation, record, specialise  # noqa: E402
+from pagedmla.triton_kernels.schedule import make_schedule  # noqa: E402
 from pagedmla.triton_kernels.store import store, store_slots  # noqa: E402
 
 HEADS = 16
@@ -51,12 +53,25 @@ def calls(requests: int, columns: int, first: int) -> dict[str, Callable[[], Non
     planes = pool("fp8_rope_bf16")
     table = meta(first + requests, columns, dtype=torch.int32)[first:]
     q = meta(requests, HEADS, 576)
-    out, lse = meta(4, requests, HEADS, 512, dtype=torch.float32), meta(4, requests, HEADS, dtype=torch.float32)
+    out, lse = meta(requests, HEADS, 512), meta(requests, HEADS, dtype=torch.float32)
+    outs, lses = meta(4, requests, HEADS, 512, dtype=torch.float32), meta(4, requests, HEADS, dtype=torch.float32)
     starts = lengths(requests + 1, first)
     latent, rope, workspace = meta(requests, 512), meta(requests, 64), meta(requests, 576)
     slots = meta(first + requests, dtype=torch.int64)[first:]
     dense, dense_out = meta(requests, HEADS, 192), meta(requests, HEADS, 128)
+
+    def pieces() -> None:
+        schedule = make_schedule(
+            lengths(requests, first), starts, tokens=requests, heads=HEADS, rows=16, keys=64, row_tiles=requests,
+            places=264, slots=264, most_pieces=264,
+        )  # fmt: skip
+        states = meta(264, 16, 512, dtype=torch.float32), meta(264, 16, dtype=torch.float32)
+        attend_pieces(q, planes, table, schedule, out, lse, *states, sm_scale=1.0, max_query_len=1)
+
     return {
+        "schedule": pieces,
+        "pieces": pieces,
+        "merge_cuts": pieces,
         "decode": lambda: attend_decode(q, planes, table, lengths(requests, first), out, lse, sm_scale=1.0),
         "mixed": lambda: attend_mixed(
             q, planes, table, lengths(requests, first), starts, out, lse, sm_scale=1.0, max_query_len=1
@@ -64,8 +79,8 @@ def calls(requests: int, columns: int, first: int) -> dict[str, Callable[[], Non
         "store": lambda: store(latent, rope, planes, table, lengths(requests, first), starts),
         "store_slots": lambda: store_slots(latent, rope, planes, slots),
         "decompress": lambda: decompress(planes, table, lengths(requests, first), starts, workspace),
-        "prefill": lambda: prefill(dense, dense, dense[..., :128], starts, starts, dense_out, lse[0], sm_scale=1.0),
-        "merge": lambda: merge(out, lse, out[0], lse[0]),
+        "prefill": lambda: prefill(dense, dense, dense[..., :128], starts, starts, dense_out, lse, sm_scale=1.0),
+        "merge": lambda: merge(outs, lses, outs[0], lses[0]),
     }
 
 
@@ -73,8 +88,8 @@ KERNELS = tuple(calls(1, 1, 0))
 
 
 def launched(kernel: str, requests: int, columns: int = 5, first: int = 0) -> Recorded:
-    (one,) = record(calls(requests, columns, first)[kernel], TARGETS["sm_90"])
-    return one
+    made = record(calls(requests, columns, first)[kernel], TARGETS["sm_90"])
+    return made[("schedule", "pieces", "merge_cuts").index(kernel)] if len(made) == 3 else made[0]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -87,7 +102,7 @@ def test_one_build_serves_every_number_of_requests(kernel: str) -> None:
     assert all(types == seen[0] for types in seen)
 
 
-@pytest.mark.parametrize("kernel", ["decode", "mixed", "decompress"])
+@pytest.mark.parametrize("kernel", ["pieces", "decode", "mixed", "decompress"])
 def test_one_build_serves_every_table(kernel: str) -> None:
     seen = [specialise(launched(kernel, 3, columns)) for columns in (1, 5, 16)]
     assert all(types == seen[0] for types in seen)
@@ -97,6 +112,9 @@ def test_one_build_serves_every_table(kernel: str) -> None:
 def test_rows_of_numbers_stay_known_to_be_aligned(kernel: str) -> None:
     """What loads move in 16-byte pieces must keep its alignment, or each becomes single bytes."""
     wide = {
+        "schedule": {"pieces", "cuts"},
+        "pieces": {"q", "latent", "rope", "stride_q_token", "stride_latent_page", "stride_rope_page"},
+        "merge_cuts": {"states", "out", "stride_out_token"},
         "decode": {"q", "latent", "rope", "stride_q_token", "stride_latent_page", "stride_rope_page"},
         "mixed": {"q", "latent", "rope", "stride_q_token", "stride_latent_page", "stride_rope_page"},
         "store": {"latent", "rope", "stride_latent", "stride_latent_page", "stride_latent_slot"},

@@ -30,7 +30,7 @@ from pagedmla.triton_kernels.variants import attention_variants
 TOLD_ELSEWHERE = {
     "FlashMLA#11": "test_mixed.py::test_requests_without_keys_and_padding_rows",
     "flashinfer#868": "test_mixed.py::test_requests_without_keys_and_padding_rows",
-    "vllm#35969": "test_decode.py::test_splits_and_padding_rows",
+    "vllm#35969": "test_decode.py::test_padding_rows",
     "sglang#39899": "test_decode.py::test_a_step_without_requests",
     "vllm#27491": "test_merge.py::test_all_splits_empty_gives_the_empty_state",
     "imp#1678": "test_mixed.py::test_table_columns_past_the_end_hold_anything",
@@ -49,7 +49,7 @@ TOLD_ELSEWHERE = {
     "sglang#33064": "test_merge.py::test_natural_log_and_not_base_two",
     "vllm#49294": "test_merge.py::test_empty_splits_are_never_read",
     "vllm#24966": "test_merge.py::test_one_live_split_of_many_comes_through_unchanged",
-    "trtllm#15138": "test_mixed.py::test_splits_merge_to_the_whole",
+    "trtllm#15138": "test_pieces.py::test_pieces_merge_to_the_whole",
     "sglang#27954": "test_mixed.py::test_heads_that_divide_nothing",
     "flashinfer#810": "test_mixed.py::test_page_sizes_agree",
 }
@@ -313,8 +313,8 @@ def test_vllm_47801_lse_is_float32(partitions):
 
 
 def test_vllm_51119_a_captured_split_serves_every_length(recorded):
-    """A graph captured at 64 keys replayed one split for ever. Parts follow from the plan: a step of 64 keys and one of
-    65,536 are the same launches, in which the kernel finds the lengths."""
+    """A graph captured at 64 keys replayed one split for ever. Grids follow from the plan: a step of 64 keys and one of
+    65,536 are the same launches, in which the kernels find the lengths."""
     grids = []
     for kv_len in (64, 65_536):
         step = make_step(StepCase((1, 1), (64, 64), page_size=64))
@@ -332,8 +332,9 @@ def test_vllm_51119_a_captured_split_serves_every_length(recorded):
         grids.append([(kernel, grid) for kernel, grid, _ in recorded])
         recorded.clear()
     assert grids[0] == grids[1]
-    (_, (_, parts)), _ = grids[0]
-    assert parts > 1
+    assert [kernel for kernel, _ in grids[0]] == ["schedule_kernel", "pieces_kernel", "merge_cuts_kernel"]
+    (_, (pieces,)) = grids[0][1]
+    assert pieces > 2  # room for cuts
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
 """Device code that the Triton kernels share: the walk of a key token, one step a module.
 
-requests -> splits -> pages -> cache_rows -> scales -> masks -> softmax -> attention
+requests -> pieces -> pages -> cache_rows -> scales -> masks -> softmax -> attention
 """

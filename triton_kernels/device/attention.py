@@ -22,10 +22,17 @@ import triton.language as tl
 from pagedmla.triton_kernels.device.cache_rows import fetch_columns, widen_columns
 from pagedmla.triton_kernels.device.masks import key_limits, mask_scores
 from pagedmla.triton_kernels.device.pages import find_pages, row_offsets
+from pagedmla.triton_kernels.device.pieces import (
+    CACHE_LENGTH,
+    FIRST_ROW,
+    FIRST_TOKEN,
+    ROW_COUNT,
+    SLOT,
+    read_again,
+)
 from pagedmla.triton_kernels.device.rows import fold_row, load_columns, power_of_two, row_exponent
 from pagedmla.triton_kernels.device.scales import fetch_column_sigma, fetch_sigma, largest_sigma
 from pagedmla.triton_kernels.device.softmax import advance_peak, decay, finite_or_zero
-from pagedmla.triton_kernels.device.splits import split_range
 from pagedmla.triton_kernels.device.uniform import make_uniform
 
 FEW_SCALES: tl.constexpr = tl.constexpr(5)  # a token: groups of 128
@@ -34,8 +41,10 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def attend_rows(
-    out,  # [T, H, LATENT], or the workspace [S, T, H, LATENT] float32
-    lse,  # [T, H] or [S, T, H] float32, heads and tokens adjacent
+    out,  # [T, H, LATENT]
+    lse,  # [T, H] float32, heads and tokens adjacent
+    states,  # [slots, ROWS, LATENT] float32, or None
+    state_lse,  # [slots, ROWS] float32, or None
     q,  # [T, H, LATENT + ROPE]
     latent,  # [pages, PAGE_SIZE, LATENT]
     rope,  # [pages, PAGE_SIZE, ROPE]
@@ -48,16 +57,17 @@ def attend_rows(
     heads,
     cache_length,
     kv_len,
+    begin,  # the keys of this program, a multiple of TILE ..
+    end,  # .. and the first that isn't one of them
+    piece,  # pointer to the record (pieces.py) that all of this comes from, or None: then the result is whole
     score_scale,  # sm_scale * log2(e)
     stride_q_token,
     stride_q_head,
     stride_latent_page,
     stride_rope_page,
     stride_scales_page,
-    stride_out_split,
     stride_out_token,
     stride_out_head,
-    stride_lse_split,
     STRIDE_LATENT_SLOT: tl.constexpr,
     STRIDE_ROPE_SLOT: tl.constexpr,
     STRIDE_SCALES_SLOT: tl.constexpr,
@@ -82,9 +92,9 @@ def attend_rows(
     PRECISION: tl.constexpr,  # of float32 MMAs
     DEQUANTISE: tl.constexpr,  # multiply elements by their scales, for groups that no chunk fits
     NATIVE_E4M3: tl.constexpr,
+    HOIST: tl.constexpr,  # the loop's invariants
     PREFETCH: tl.constexpr,
     PREFETCH_ROPE: tl.constexpr,
-    PARTIAL: tl.constexpr,  # write the state of a split
 ):
     CHUNKS: tl.constexpr = LATENT // CHUNK
     ROPE_CHUNKS: tl.constexpr = ROPE // ROPE_CHUNK
@@ -95,7 +105,7 @@ def attend_rows(
     FETCH_LATE: tl.constexpr = PREFETCH and (ROWS == 64 or FOLDED > FEW_SCALES)
     # ptxas 12.8 loses WGMMA descriptors where the loop reuses one operand's shared memory for another
     # (hardware/unwritten.py finds it). Three forms keep it from that: a rope that passes through registers, weights
-    # that are all made before the value MMAs, and, where elements are dequantised, hoisted invariants. What they don't
+    # that are all made before the value MMAs, and, in float32, hoisted invariants. What they don't
     # cure, tiles.py keeps out of its tiles.
     WARPGROUPS: tl.constexpr = TILE == 64
     ROPE_BITS: tl.constexpr = WARPGROUPS and ROWS == 16 and FOLDED > 0 and not FP8_ROPE
@@ -109,10 +119,8 @@ def attend_rows(
 
     if ROPE_BITS:
         rope = rope.to(tl.pointer_type(tl.int16), bitcast=True)
-    split = tl.program_id(1)
     token, head, valid = fold_row(first_row, row_count, heads, ROWS)
     limits = key_limits(token, valid, cache_length, kv_len, CAUSAL)
-    begin, end = split_range(kv_len, split, tl.num_programs(1), TILE)
     end = make_uniform(tl.minimum(end, tl.max(limits, 0)))
     seen_by_all = make_uniform(tl.minimum(end, tl.min(tl.where(valid, limits, end), 0)))
     if PREFETCH:
@@ -146,8 +154,8 @@ def attend_rows(
             rope_keys = widen_columns(fetched_rope, ROPE_CHUNKS, FP8_ROPE, NATIVE_E4M3, ROPE_TYPE)
         next_pages = find_pages(table_row, begin + TILE, end, TILE, PAGE_SIZE)
 
-    # Hoisted invariants spill, and where elements are dequantised descriptors are lost without hoisting (see above).
-    for start in tl.range(begin, end, TILE, disable_licm=not DEQUANTISE):
+    # Hoisted invariants spill, and in float32 descriptors are lost without (see above).
+    for start in tl.range(begin, end, TILE, disable_licm=not HOIST):
         if PREFETCH and not FETCH_LATE:
             fetched = fetch_rows(
                 latent,
@@ -209,9 +217,10 @@ def attend_rows(
         )  # fmt: skip
         scores *= row_scale[None, :]
         if start + TILE > seen_by_all:
-            # Made anew here, where few tiles come, so that the loop holds no register for them.
-            token_here, _head, valid_here = fold_row(first_row, row_count, heads, ROWS)
-            scores = mask_scores(scores, start, key_limits(token_here, valid_here, cache_length, kv_len, CAUSAL), TILE)
+            scores = mask_scores(
+                scores, start, read_again(piece, FIRST_ROW, first_row), heads,
+                read_again(piece, CACHE_LENGTH, cache_length), kv_len, CAUSAL, ROWS, TILE,
+            )  # fmt: skip
 
         weighted = scores
         if FOLDED > 0:
@@ -240,15 +249,46 @@ def attend_rows(
     total = tl.sum(tl.sum(total, 0), 0)
     unit = tl.where(total == 0.0, 0.0, 1.0 / (total * HEADROOM))
     state = tl.where(total == 0.0, float("-inf"), (peak + tl.log2(total)) * LN2)
-    row = (first_token + token).to(tl.int64)
-    tl.store(lse + split.to(tl.int64) * stride_lse_split + row * heads + head, state, mask=valid)
-    # A split without keys is weightless when states are merged: its out is never read.
-    written = valid & (begin < end) if PARTIAL else valid
-    out_offsets = split.to(tl.int64) * stride_out_split + row * stride_out_token + head.to(tl.int64) * stride_out_head
+    token, head, valid = fold_row(
+        read_again(piece, FIRST_ROW, first_row), read_again(piece, ROW_COUNT, row_count), heads, ROWS
+    )
+    first_token = read_again(piece, FIRST_TOKEN, first_token)
+    if piece is not None:
+        slot = tl.load(piece + SLOT)
+        if slot >= 0:
+            place = slot.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            tl.store(state_lse + place, state, mask=valid)
+            store_columns(states, place * LATENT, out_t, unit, valid, CHUNK, CHUNKS)
+        else:
+            store_rows(
+                out, lse, state, out_t, unit, first_token + token, head, valid, heads, stride_out_token,
+                stride_out_head, CHUNK, CHUNKS,
+            )  # fmt: skip
+    else:
+        store_rows(
+            out, lse, state, out_t, unit, first_token + token, head, valid, heads, stride_out_token, stride_out_head,
+            CHUNK, CHUNKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_rows(
+    out, lse, state, out_t, unit, token, head, valid, heads, stride_token, stride_head,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The rows' results to their tokens and heads."""
+    row = token.to(tl.int64)
+    tl.store(lse + row * heads + head, state, mask=valid)
+    store_columns(out, row * stride_token + head.to(tl.int64) * stride_head, out_t, unit, valid, CHUNK, CHUNKS)
+
+
+@triton.jit
+def store_columns(out, offsets, out_t, unit, valid, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+    """out_t [CHUNK, ROWS] * unit [ROWS], chunk by chunk, to the rows that start at `offsets`."""
     for chunk in tl.static_range(CHUNKS):
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         result = (out_t[chunk] * unit[None, :]).to(out.dtype.element_ty)
-        tl.store(out + out_offsets[None, :] + column[:, None], result, mask=written[None, :])
+        tl.store(out + offsets[None, :] + column[:, None], result, mask=valid[None, :])
 
 
 @triton.jit

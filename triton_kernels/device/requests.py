@@ -53,3 +53,23 @@ def find_token_requests(start_loc, requests, token):
         high = tl.where(before, high, middle - 1)
         span = span // 2
     return low
+
+
+@triton.jit
+def find_scheduled(ends, requests, piece):
+    """For each piece the first request in [0, requests] whose end is above it, by bisection; requests + 1: none.
+
+    ends   pointer to int32 [requests + 1], ascending: pieces of all requests up to and with this one
+    piece  int32, a block of any shape
+    """
+    low = tl.zeros_like(piece)
+    high = low + requests + 1
+    span = requests + 1
+    while span > 0:
+        unsure = low < high
+        middle = (low + high) // 2
+        above = tl.load(ends + middle, mask=unsure, other=0) > piece
+        high = tl.where(unsure & above, middle, high)
+        low = tl.where(unsure & (above == 0), middle + 1, low)
+        span = span // 2
+    return low

@@ -1,0 +1,122 @@
+"""The check that a plan makes of its kernels on a GPU, run here in the interpreter, and what it finds when they lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import pagedmla
+from pagedmla.plugin import executor_triton, self_check
+from pagedmla.plugin.executor_triton import TritonExecutor
+from pagedmla.plugin.executors import Capacity, Configuration, choose
+
+pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+
+CAPACITY = Capacity(8, 64, 4096)
+USUAL = Configuration("attend", torch.device("cpu"), pagedmla.get_layout("fp8_rope_bf16"), 2, 64, torch.bfloat16)
+ON_GPU = replace(USUAL, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layout": pagedmla.get_layout("bf16"), "dtype": torch.float16, "page_size": 16},
+        {"layout": pagedmla.get_layout("fp32"), "dtype": torch.float32, "page_size": 1},
+        {"layout": pagedmla.get_layout("fp8_ds_mla"), "num_heads": 17},
+        {"layout": pagedmla.get_layout("fp8_flat")},
+    ],
+    ids=["flagship", "fp16 queries", "fp32", "two tiles of rows", "flat"],
+)
+def test_right_kernels_pass(changes: dict[str, Any]) -> None:
+    assert self_check.fault(TritonExecutor(), replace(USUAL, **changes), CAPACITY) is None
+
+
+def break_out(out: torch.Tensor, lse: torch.Tensor) -> None:
+    """As ptxas 12.8 did: LSE is right, 64 columns of out aren't."""
+    out[:, :, 64:128] *= -1
+
+
+def break_lse(out: torch.Tensor, lse: torch.Tensor) -> None:
+    lse[-1, -1] = torch.nan
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "what", "harm"),
+    [
+        ("decode", "attend_decode", "decode", break_lse),
+        ("pieces", "attend_pieces", "decode in pieces", break_out),
+        ("mixed", "attend_mixed", "prompts", break_out),
+    ],
+    ids=["decode", "pieces", "mixed"],
+)
+def test_wrong_attention_is_named(
+    harm: Any, module: str, name: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import import_module
+
+    kernel = import_module(f"pagedmla.triton_kernels.{module}")
+    real = getattr(kernel, name)
+
+    def wrong(*args: Any, **more: Any) -> None:
+        real(*args, **more)
+        places = {"attend_decode": (4, 5), "attend_pieces": (4, 5), "attend_mixed": (5, 6)}[name]
+        harm(*(args[place] for place in places))
+
+    monkeypatch.setattr(kernel, name, wrong)
+    found = self_check.fault(TritonExecutor(), USUAL, CAPACITY)
+    assert found is not None
+    assert found.startswith(f"Triton's {what} kernel is wrong (fp8_rope_bf16, 2 heads, on cpu with Triton ")
+
+
+def test_a_wrong_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TritonExecutor.store
+
+    def wrong(self: Any, step: Any, latent: Any, rope: Any, **more: Any) -> Any:
+        return real(self, step, latent, rope.neg(), **more)
+
+    monkeypatch.setattr(TritonExecutor, "store", wrong)
+    found = self_check.fault(TritonExecutor(), USUAL, CAPACITY)
+    assert found is not None
+    assert found.startswith("Triton's store writes other bytes to blocks than torch does (fp8_rope_bf16, ")
+
+
+def test_a_plan_on_a_gpu_is_refused_with_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name it is refused; "auto" passes it over, and an engine stops with the reason."""
+    monkeypatch.setattr(executor_triton.self_check, "fault", lambda *_: "Triton's decode kernel is wrong (here)")
+    executor_triton._fault.cache_clear()
+    with pytest.raises(ValueError, match=r"'triton', but Triton's decode kernel is wrong \(here\)"):
+        choose(ON_GPU, "triton", CAPACITY)
+    chosen = choose(ON_GPU, capacity=CAPACITY)
+    assert chosen.executor.name != "triton"
+    assert dict(chosen.passed_over)["triton"] == "Triton's decode kernel is wrong (here)"
+    monkeypatch.setenv(self_check.SWITCH, "0")
+    assert choose(ON_GPU, capacity=CAPACITY).executor.name == "triton"
+    executor_triton._fault.cache_clear()
+
+
+def test_kernels_that_do_not_run_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(executor_triton.self_check, "fault", fails)
+    executor_triton._fault.cache_clear()
+    reason = TritonExecutor().load(ON_GPU, CAPACITY)
+    wanted = "Triton's kernels can't be run: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert reason == wanted
+    executor_triton._fault.cache_clear()
+
+
+def test_on_a_cpu_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow, and tested."""
+    monkeypatch.setattr(executor_triton.self_check, "fault", None)
+    assert TritonExecutor().load(USUAL, CAPACITY) is None
+
+
+def test_the_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(self_check.SWITCH, "no")
+    with pytest.raises(ValueError, match="PAGEDMLA_SELF_CHECK: expected 0 or 1; got 'no'"):
+        TritonExecutor().load(ON_GPU, CAPACITY)

@@ -1,0 +1,234 @@
+"""Schedule: who works on which rows and keys of a ragged step, decided on the device from its lengths.
+
+contract   cache_lengths [B], query_start_loc [B + 1]; writes int32 records (device/pieces.py): `pieces [P, 8]`, one for
+           each program of pieces.py, and `cuts [C, 8]`, one for each tile of rows whose keys are cut. A request's rows
+           are cut into pieces of whole tiles of keys, as many for each of its tiles of rows, none empty and all as long
+           but the last. The rows past the last request form one more, which has no keys
+meaning    kv_cache/splits.py::choose_span
+grid       one program, once a step: its layers share the schedule. Nothing is read on the host, so that a captured
+           graph replays with other lengths
+limits     4095 requests; `slots` bounds the pieces of cut rows, `most_pieces` those of a request
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagedmla.kv_cache.checks import ceildiv, expect_same_device, refuse
+from pagedmla.kv_cache.splits import MOST_REQUESTS, SMALLEST_PIECE
+from pagedmla.triton_kernels.device.pieces import CUT_WORDS, PIECE_WORDS
+from pagedmla.triton_kernels.device.requests import find_scheduled
+from pagedmla.triton_kernels.launch import launch
+from pagedmla.triton_kernels.planes import as_int32
+
+_BLOCKS = (256, 1024, 4096)  # requests of one build, with the one that stands for padding
+_PIECES = 256  # records written at a time
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`rows`, `keys`: the tile that it was made for; `slots`: partial tiles of rows that it may fill."""
+
+    pieces: Tensor
+    cuts: Tensor
+    rows: int
+    keys: int
+    slots: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"pieces": self.pieces, "cuts": self.cuts}
+
+
+def make_schedule(
+    cache_lengths: Tensor,
+    query_start_loc: Tensor,
+    *,
+    tokens: int,
+    heads: int,
+    rows: int,
+    keys: int,
+    row_tiles: int,
+    places: int,
+    slots: int,
+    most_pieces: int,
+) -> Schedule:
+    """Launch the schedule of a step of `tokens` query tokens; `rows` and `keys` are the tile's.
+
+    row_tiles    tiles of rows that a step of this shape has at most
+    places       pieces that run at once
+    slots        partial tiles of rows that there is room for
+    most_pieces  of a request
+    """
+    requests = cache_lengths.shape[0]
+    if requests > MOST_REQUESTS:
+        refuse("cache_lengths", f"at most {MOST_REQUESTS} requests", cache_lengths)
+    lengths = as_int32(cache_lengths, "cache_lengths", [requests])
+    starts = as_int32(query_start_loc, "query_start_loc", [requests + 1])
+    expect_same_device(lengths, "cache_lengths", query_start_loc=starts)
+    # A piece is no shorter than a share of the places, so that cuts add at most as many.
+    sizes = [
+        min(row_tiles + places, row_tiles * most_pieces) * PIECE_WORDS.value,
+        min(slots // 2, row_tiles) * CUT_WORDS.value,
+        4 * (requests + 1),
+    ]
+    pieces, cuts, offsets = torch.empty(sum(sizes), dtype=torch.int32, device=lengths.device).split(sizes)
+    block = next(size for size in _BLOCKS if requests < size)
+    launch(
+        schedule_kernel,
+        (1,),
+        pieces,
+        cuts,
+        offsets,
+        lengths,
+        starts,
+        requests,
+        tokens,
+        heads,
+        places,
+        slots,
+        most_pieces,
+        sizes[0] // PIECE_WORDS.value,
+        sizes[1] // CUT_WORDS.value,
+        ROWS=rows,
+        TILE=keys,
+        SMALLEST=ceildiv(SMALLEST_PIECE, keys),
+        BLOCK=block,
+        PIECES=_PIECES,
+        num_warps=4 if block <= 1024 else 8,
+        num_stages=1,
+    )
+    return Schedule(pieces.view(-1, PIECE_WORDS.value), cuts.view(-1, CUT_WORDS.value), rows, keys, slots)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "offsets", "cache_lengths", "query_start_loc", "requests", "tokens", "heads", "places", "slots", "most_pieces",
+        "pieces_size", "cuts_size",
+    ]
+)  # fmt: skip
+def schedule_kernel(
+    pieces,  # [pieces_size, PIECE_WORDS]
+    cuts,  # [cuts_size, CUT_WORDS]
+    offsets,  # [4, requests + 1]: of each request the end of its pieces, their number a tile of rows, slot, cut
+    cache_lengths,
+    query_start_loc,
+    requests,
+    tokens,
+    heads,
+    places,
+    slots,
+    most_pieces,
+    pieces_size,
+    cuts_size,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SMALLEST: tl.constexpr,  # tiles of keys in a piece
+    BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    request = tl.arange(0, BLOCK)
+    _, row_count, _, kv_len = _facts(cache_lengths, query_start_loc, request, requests, tokens, heads)
+    row_tiles = tl.cdiv(row_count, ROWS)
+    key_tiles = tl.where(row_tiles > 0, tl.maximum(tl.cdiv(kv_len, TILE), 1), 0)
+    span = _choose_span(row_tiles, key_tiles, places, slots, most_pieces, SMALLEST)
+    each = tl.cdiv(key_tiles, span)  # pieces of a tile of rows
+    count = row_tiles * each
+    cut = each > 1
+    in_slots = tl.where(cut, count, 0)
+    in_cuts = tl.where(cut, row_tiles, 0)
+    known = request <= requests
+    tl.store(offsets + request, tl.cumsum(count, 0), mask=known)
+    tl.store(offsets + (requests + 1) + request, each, mask=known)
+    tl.store(offsets + 2 * (requests + 1) + request, tl.cumsum(in_slots, 0) - in_slots, mask=known)
+    tl.store(offsets + 3 * (requests + 1) + request, tl.cumsum(in_cuts, 0) - in_cuts, mask=known)
+    for start in range(0, cuts_size, PIECES):
+        index = start + tl.arange(0, PIECES)
+        tl.store(cuts + index * CUT_WORDS + 4, 0, mask=index < cuts_size)
+    tl.debug_barrier()  # what one thread stored others load
+    for start in range(0, pieces_size, PIECES):
+        _write_records(
+            pieces, cuts, offsets, cache_lengths, query_start_loc, start + tl.arange(0, PIECES), requests, tokens,
+            heads, pieces_size, ROWS, TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _facts(cache_lengths, query_start_loc, request, requests, tokens, heads):
+    """`(first token, rows, cached tokens, keys)` of requests; `requests` stands for the padding rows."""
+    real = request < requests
+    first = tl.load(query_start_loc + request, mask=request <= requests, other=0)
+    last = tl.load(query_start_loc + request + 1, mask=real, other=0)
+    last = tl.where(real, last, tl.where(request == requests, tokens, first))
+    cached = tl.load(cache_lengths + request, mask=real, other=0)
+    query_len = tl.maximum(last - first, 0)
+    return first, query_len * heads, cached, tl.where(real, tl.maximum(cached + query_len, 0), 0)
+
+
+@triton.jit
+def _choose_span(row_tiles, key_tiles, places, slots, most_pieces, SMALLEST: tl.constexpr):
+    """Tiles of keys of a piece at most: of an even share and what is larger, the one that ends first.
+
+    A span that lets all pieces run at once takes as long as its longest piece. One that doesn't takes an even share,
+    and at worst a piece more; of such the shortest is best. Uncut rows are the longest span.
+    """
+    longest = tl.max(key_tiles, 0)
+    even = tl.cdiv(tl.sum(row_tiles.to(tl.int64) * key_tiles, 0), places).to(tl.int32)
+    tiles = tl.sum(row_tiles, 0)
+    best = longest
+    best_time = longest + tl.where(tiles > places, even, 0)
+    span = tl.maximum(tl.maximum(even, SMALLEST), tl.cdiv(longest, most_pieces))
+    searching = span < longest
+    while searching:
+        each = tl.cdiv(key_tiles, span)
+        count = tl.sum(row_tiles * each, 0)
+        in_slots = tl.sum(tl.where(each > 1, row_tiles * each, 0), 0)
+        time = tl.max(tl.cdiv(key_tiles, tl.maximum(each, 1)), 0) + tl.where(count > places, even, 0)
+        fits = in_slots <= slots
+        better = fits & (time < best_time)
+        best = tl.where(better, span, best)
+        best_time = tl.where(better, time, best_time)
+        # Past the first that fits and runs at once, or where none can run at once, the first that fits, all are worse.
+        done = fits & ((count <= places) | (tiles >= places))
+        span += tl.maximum(span // 8, 1)
+        searching = (span < longest) & (done == 0)
+    return tl.maximum(best, 1)
+
+
+@triton.jit
+def _write_records(
+    pieces, cuts, offsets, cache_lengths, query_start_loc, piece, requests, tokens, heads, pieces_size,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The records of a block of pieces, and of the cuts whose first piece is among them."""
+    request = find_scheduled(offsets, requests, piece)
+    known = request <= requests
+    first_token, row_count, cached, kv_len = _facts(cache_lengths, query_start_loc, request, requests, tokens, heads)
+    each = tl.load(offsets + (requests + 1) + request, mask=known, other=1)
+    before = tl.load(offsets + request - 1, mask=known & (request > 0), other=0)
+    row_tile = (piece - before) // each
+    part = (piece - before) % each
+    span = tl.cdiv(tl.cdiv(kv_len, TILE), each)
+    first_slot = tl.load(offsets + 2 * (requests + 1) + request, mask=known, other=0) + row_tile * each
+    written = piece < pieces_size
+    record = pieces + piece * PIECE_WORDS
+    tl.store(record, tl.where(known, request, -1), mask=written)
+    tl.store(record + 1, first_token, mask=written)
+    tl.store(record + 2, row_count, mask=written)
+    tl.store(record + 3, row_tile * ROWS, mask=written)
+    tl.store(record + 4, cached, mask=written)
+    tl.store(record + 5, part * span, mask=written)
+    tl.store(record + 6, tl.minimum((part + 1) * span * TILE, kv_len), mask=written)
+    tl.store(record + 7, tl.where(each > 1, first_slot + part, -1), mask=written)
+    cut = cuts + (tl.load(offsets + 3 * (requests + 1) + request, mask=known, other=0) + row_tile) * CUT_WORDS
+    opens = written & known & (each > 1) & (part == 0)
+    tl.store(cut, first_token, mask=opens)
+    tl.store(cut + 1, row_count, mask=opens)
+    tl.store(cut + 2, row_tile * ROWS, mask=opens)
+    tl.store(cut + 3, first_slot, mask=opens)
+    tl.store(cut + 4, each, mask=opens)
