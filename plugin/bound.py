@@ -110,7 +110,7 @@ class BoundRows:
         self._repeat: Repeat | None = None
         self._key: object = None
         self._schedule: Schedule | None = None
-        self._scheduler: BoundLayer | None = None
+        self._scheduled: set[BoundLayer] = set()  # layers that attended by it
 
     def attend(self, q: Tensor, layer: BoundLayer) -> tuple[Tensor, Tensor]:
         """(out `[T, H, latent]`, lse `[T, H]` float32, natural log) of absorbed `q [T, H, latent + rope]`."""
@@ -134,10 +134,13 @@ class BoundRows:
             return out, lse
         key = (q.shape, q.stride(), q.dtype, layer.geometry)
         known = self._repeat is not None and self._key == key
-        # The layer that makes the schedule makes it in every pass, so that one captured after a warm-up holds it.
-        if not known or layer is self._scheduler:
+        first_of_pass = not self._scheduled or layer in self._scheduled
+        if not known or first_of_pass:
             step, options = self._bind(q, layer)
-            self._schedule, self._scheduler = executor.schedule(step, q, options), layer
+        if first_of_pass:  # each pass makes its schedule anew, so that one captured after a warm-up holds it
+            self._schedule = executor.schedule(step, q, options)
+            self._scheduled.clear()
+        self._scheduled.add(layer)
         shared = {} if self._schedule is None else self._schedule.tensors
         tensors = {"q": q, "out": out, "lse": lse, **layer.tensors, **shared}
         if not known:

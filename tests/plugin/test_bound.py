@@ -136,15 +136,16 @@ def test_launches_of_the_first_layer_are_repeated(case: str, monkeypatch: pytest
         assert torch.allclose(lse, expected_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("blocks", [(40, 40), (40, 41, 40)], ids=["layers alike", "layers that differ"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_captured_pass_follows_lengths_and_tables(passes: int) -> None:
+def test_a_captured_pass_follows_lengths_and_tables(passes: int, blocks: tuple[int, ...]) -> None:
     """A graph is captured after a warm-up over the same rows: a schedule that only the first pass made wasn't in it,
     and replays cut the keys by the lengths of the warm-up. The launches of the last pass are made again here."""
     pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
     from pagedmla.triton_kernels.launch import intercepted, launch
 
     plan = make_plan(executor="triton", dtype=torch.bfloat16, num_partitions=4, max_cache_length=512)
-    layers = [make_layer(f"layer.{i}", plan, blocks=40) for i in range(2)]
+    layers = [make_layer(f"layer.{i}", plan, blocks=count) for i, count in enumerate(blocks)]
     for seed, layer in enumerate(layers):
         generator = torch.Generator().manual_seed(seed)
         latent, rope = (torch.randn(40 * P, width, generator=generator).bfloat16() for width in (512, 64))
