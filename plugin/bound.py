@@ -100,7 +100,7 @@ class BoundRows:
     """Consecutive requests of a step, for every layer that attends them.
 
     What depends on the step alone (tables, lengths, starts, the split of long rows) is checked against the pools of
-    the first layer, and again only where a layer's pools have another shape.
+    the first layer, and again only where a layer's pools or queries have another shape.
     """
 
     def __init__(self, rows: Rows, plan: Plan) -> None:
@@ -110,7 +110,8 @@ class BoundRows:
         self._repeat: Repeat | None = None
         self._key: object = None
         self._schedule: Schedule | None = None
-        self._scheduled: set[BoundLayer] = set()  # layers that attended by it
+        self._scheduled_for: object = None  # shape and dtype of the queries
+        self._passed: set[BoundLayer] = set()  # layers that attended in this pass
 
     def attend(self, q: Tensor, layer: BoundLayer) -> tuple[Tensor, Tensor]:
         """(out `[T, H, latent]`, lse `[T, H]` float32, natural log) of absorbed `q [T, H, latent + rope]`."""
@@ -134,13 +135,15 @@ class BoundRows:
             return out, lse
         key = (q.shape, q.stride(), q.dtype, layer.geometry)
         known = self._repeat is not None and self._key == key
-        first_of_pass = not self._scheduled or layer in self._scheduled
-        if not known or first_of_pass:
+        if layer in self._passed:
+            self._passed.clear()
+        # Each pass makes its schedule anew, so that one captured after a warm-up holds it; so do other queries.
+        stale = not self._passed or self._scheduled_for != (q.shape, q.dtype)
+        if not known or stale:
             step, options = self._bind(q, layer)
-        if first_of_pass:  # each pass makes its schedule anew, so that one captured after a warm-up holds it
-            self._schedule = executor.schedule(step, q, options)
-            self._scheduled.clear()
-        self._scheduled.add(layer)
+        if stale:
+            self._schedule, self._scheduled_for = executor.schedule(step, q, options), (q.shape, q.dtype)
+        self._passed.add(layer)
         shared = {} if self._schedule is None else self._schedule.tensors
         tensors = {"q": q, "out": out, "lse": lse, **layer.tensors, **shared}
         if not known:
@@ -152,8 +155,9 @@ class BoundRows:
 
     def _bind(self, q: Tensor, layer: BoundLayer) -> tuple[Step, AttendOptions]:
         first, options, pools = self._first, self._options, layer.pools
-        if first is not None and options is not None and first.cache.blocks.shape == pools.blocks.shape:
-            return first.over(layer.empty_step), options
+        if first is not None and options is not None:
+            if first.cache.blocks.shape == pools.blocks.shape and first.num_tokens == q.shape[0]:
+                return first.over(layer.empty_step), options
         first = bind_step(self.rows.values(pools), 0, pools.layout, self.rows.query_start_loc, q, "q", check=False)
         first = replace(first, one_token_each=self.rows.one_token_each)
         first.check_reads(check=False)

@@ -1,9 +1,10 @@
 """A plan's Triton kernels on the GPU that it is for, against torch on the host, before they serve anything.
 
 What is compiled at a user's differs from what was tested: another assembler, GPU or Triton. Assemblers have been wrong
-(docs/kernels/decode_triton.md, "ptxas 12.8"), in ways that leave LSE right and outputs not. So a plan runs its kernels
-once on a small step and is refused where they are wrong; it also means that no request waits for a compiler.
-PAGEDMLA_SELF_CHECK=0 leaves it out.
+(docs/kernels/decode_triton.md, "ptxas 12.8"), in ways that leave LSE right and outputs not. So a plan runs stores and
+causal attention on a small cache and is refused where they are wrong. Other builds of a kernel (pools of other strides,
+scales for a whole tensor, more than 255 requests, calls that aren't causal) and the dense way of long prompts aren't
+looked at. PAGEDMLA_SELF_CHECK=0 leaves it out.
 """
 
 from __future__ import annotations
@@ -37,21 +38,24 @@ def is_wanted() -> bool:
 def fault(executor: Executor, configuration: Configuration, capacity: Capacity) -> str | None:
     """What of `executor` is wrong on the configuration's device, in words; None where nothing is.
 
-    Stores, decode rows, whole and in pieces, and prompts are compared with the torch executor's on the host.
+    Stores, by tables and by slots, and attention of single query tokens and of several, whole and in pieces, are
+    compared with the torch executor's on the host.
     """
     host = replace(configuration, device=torch.device("cpu"))
-    mine, theirs = (
-        _stored(executor if each is configuration else _host_executor(), each) for each in (configuration, host)
-    )
-    for name in ("blocks", "scales"):
-        pools = getattr(mine, name), getattr(theirs, name)
-        if pools[0] is not None and not torch.equal(raw_view(pools[0]).cpu(), raw_view(pools[1])):
-            return f"Triton's store writes other bytes to {name} than torch does ({_where(configuration)})"
-    cut = executor.partitions(configuration, capacity, len(_CACHED), len(_CACHED))
+    theirs = _stored(_host_executor(), host)
+    for by_slots in (True, False):
+        mine = _stored(executor, configuration, by_slots)
+        for name in ("blocks", "scales"):
+            pools = getattr(mine, name), getattr(theirs, name)
+            if pools[0] is not None and not torch.equal(raw_view(pools[0]).cpu(), raw_view(pools[1])):
+                how = "slots" if by_slots else "tables"
+                return f"Triton's store by {how} writes other bytes to {name} than torch does ({_where(configuration)})"
+    cut = max(2, executor.partitions(configuration, capacity, len(_CACHED), len(_CACHED)))
     for what, q_lens, partitions in (
         ("decode", (1, 1), 1),
         ("decode in pieces", (1, 1), cut),
         ("prompts", _PROMPTS, 1),
+        ("prompts in pieces", _PROMPTS, cut),
     ):
         q = torch.randn(sum(q_lens), configuration.num_heads or 1, mine.layout.width, generator=_generator(3))
         q = q.to(configuration.dtype or torch.bfloat16)
@@ -73,7 +77,7 @@ def _host_executor() -> Executor:
     return TorchExecutor()
 
 
-def _stored(executor: Executor, configuration: Configuration) -> PagePool:
+def _stored(executor: Executor, configuration: Configuration, by_slots: bool = False) -> PagePool:
     """A cache of two requests, stored by `executor` on the configuration's device."""
     layout, page_size = configuration.layout, configuration.page_size or 64
     assert layout is not None
@@ -92,7 +96,17 @@ def _stored(executor: Executor, configuration: Configuration) -> PagePool:
         for seed, columns in ((1, layout.latent), (2, layout.rope))
     )
     step = bind_step(made.values, 0, layout, made.query_start_loc, latent, "latent", check=False)
-    executor.store(step, latent, rope, power_of_two=False)
+    if by_slots:
+        slots = torch.tensor(
+            [
+                pool.pages(name)[token // page_size].value * page_size + token % page_size
+                for name, count in zip(names, tokens)
+                for token in range(count)
+            ]
+        ).to(configuration.device)
+        executor.store_slots(step, latent, rope, slots, slots, power_of_two=False)
+    else:
+        executor.store(step, latent, rope, power_of_two=False)
     pool.advance(names, list(_CACHED))
     return pool
 

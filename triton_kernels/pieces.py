@@ -1,7 +1,8 @@
 """Pieces: absorbed attention of a ragged step whose work is spread evenly, by a schedule made from its lengths.
 
 contract   as mixed.py, and a schedule of the same step (schedule.py). Rows that are whole go to `out` and `lse` at
-           once; those that are cut leave a state a piece in the workspace, and a second launch merges them
+           once; those that are cut leave a state a piece in the workspace, and a second launch merges them (it is made
+           where the workspace has room for cuts, and ends at once where there are none)
 meaning    reference/attention.py
 grid       a program a piece, and of the merge one for each row of a tile that may be cut: both by capacities alone
 cost       docs/kernels/decode_triton.md; a cut row is written and read again in float32 once a piece
@@ -37,7 +38,7 @@ from pagedmla.triton_kernels.mixed import check_call, compile_time, strides
 from pagedmla.triton_kernels.planes import as_bytes
 from pagedmla.triton_kernels.schedule import Schedule
 
-_STATES = 4  # of a row, in flight
+_STATES = {True: 16, False: 4}  # of few columns, and of whole rows, in flight
 _LSES = 32
 _FEW_ROWS = 512  # of cut tiles, below which a merge of whole rows would leave multiprocessors idle
 _FEW_COLUMNS = 128
@@ -97,7 +98,8 @@ def attend_pieces(
     cuts = schedule.cuts.shape[0]
     if cuts == 0:
         return
-    columns = _FEW_COLUMNS if cuts * rows <= _FEW_ROWS else latent
+    few = cuts * rows <= _FEW_ROWS
+    columns = _FEW_COLUMNS if few else latent
     launch(
         merge_cuts_kernel,
         (cuts * rows, ceildiv(latent, columns)),
@@ -111,7 +113,7 @@ def attend_pieces(
         LATENT=latent,
         ROWS=rows,
         COLUMNS=columns,
-        STATES=_STATES,
+        STATES=_STATES[few],
         LSES=_LSES,
         num_warps=4,
     )

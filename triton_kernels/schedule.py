@@ -2,11 +2,11 @@
 
 contract   cache_lengths [B], query_start_loc [B + 1]; writes int32 records (device/pieces.py): `pieces [P, 8]`, one for
            each program of pieces.py, and `cuts [C, 8]`, one for each tile of rows whose keys are cut. A request's rows
-           are cut into pieces of whole tiles of keys, as many for each of its tiles of rows, none empty and all as long
-           but the last. The rows past the last request form one more, which has no keys
+           are cut into pieces of whole tiles of keys, as many for each of its tiles of rows, all as long but the last.
+           One without keys has one piece, an empty one. The rows past the last request form another such request
 meaning    kv_cache/splits.py::choose_span
-grid       one program, once a step: its layers share the schedule. Nothing is read on the host, so that a captured
-           graph replays with other lengths
+grid       one program that chooses, then one for 256 records, once a step: its layers share the schedule. Nothing is
+           read on the host, so that a captured graph replays with other lengths
 limits     4095 requests; `slots` bounds the pieces of cut rows, `most_pieces` those of a request
 """
 
@@ -27,7 +27,7 @@ from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import as_int32
 
 _BLOCKS = (256, 1024, 4096)  # requests of one build, with the one that stands for padding
-_PIECES = 256  # records written at a time
+_PIECES = 256  # records of a program
 
 
 @dataclass(frozen=True)
@@ -78,44 +78,53 @@ def make_schedule(
         4 * (requests + 1),
     ]
     pieces, cuts, offsets = torch.empty(sum(sizes), dtype=torch.int32, device=lengths.device).split(sizes)
+    step = (lengths, starts, requests, tokens, heads)
+    made = Schedule(pieces.view(-1, PIECE_WORDS.value), cuts.view(-1, CUT_WORDS.value), rows, keys, slots)
     block = next(size for size in _BLOCKS if requests < size)
     launch(
         schedule_kernel,
         (1,),
-        pieces,
-        cuts,
         offsets,
-        lengths,
-        starts,
-        requests,
-        tokens,
-        heads,
+        cuts,
+        *step,
         places,
         slots,
         most_pieces,
-        sizes[0] // PIECE_WORDS.value,
-        sizes[1] // CUT_WORDS.value,
+        made.cuts.shape[0],
         ROWS=rows,
         TILE=keys,
         SMALLEST=ceildiv(SMALLEST_PIECE, keys),
         BLOCK=block,
-        PIECES=_PIECES,
         num_warps=4 if block <= 1024 else 8,
         num_stages=1,
     )
-    return Schedule(pieces.view(-1, PIECE_WORDS.value), cuts.view(-1, CUT_WORDS.value), rows, keys, slots)
+    launch(
+        records_kernel,
+        (ceildiv(made.pieces.shape[0], _PIECES),),
+        pieces,
+        cuts,
+        offsets,
+        *step,
+        made.pieces.shape[0],
+        made.cuts.shape[0],
+        ROWS=rows,
+        TILE=keys,
+        PIECES=_PIECES,
+        num_warps=4,
+        num_stages=1,
+    )
+    return made
 
 
 @triton.jit(
     do_not_specialize=[
-        "offsets", "cache_lengths", "query_start_loc", "requests", "tokens", "heads", "places", "slots", "most_pieces",
-        "pieces_size", "cuts_size",
+        "offsets", "cuts", "cache_lengths", "query_start_loc", "requests", "tokens", "heads", "places", "slots",
+        "most_pieces", "cuts_size",
     ]
 )  # fmt: skip
 def schedule_kernel(
-    pieces,  # [pieces_size, PIECE_WORDS]
-    cuts,  # [cuts_size, CUT_WORDS]
     offsets,  # [4, requests + 1]: of each request the end of its pieces, their number a tile of rows, slot, cut
+    cuts,  # [cuts_size, CUT_WORDS]
     cache_lengths,
     query_start_loc,
     requests,
@@ -124,18 +133,17 @@ def schedule_kernel(
     places,
     slots,
     most_pieces,
-    pieces_size,
     cuts_size,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SMALLEST: tl.constexpr,  # tiles of keys in a piece
     BLOCK: tl.constexpr,
-    PIECES: tl.constexpr,
 ):
+    """Chooses the span, and where each request's records stand; leaves every cut empty."""
     request = tl.arange(0, BLOCK)
     _, row_count, _, kv_len = _facts(cache_lengths, query_start_loc, request, requests, tokens, heads)
     row_tiles = tl.cdiv(row_count, ROWS)
-    key_tiles = tl.where(row_tiles > 0, tl.maximum(tl.cdiv(kv_len, TILE), 1), 0)
+    key_tiles = tl.where(row_tiles > 0, tl.maximum(_tiles(kv_len, TILE), 1), 0)
     span = _choose_span(row_tiles, key_tiles, places, slots, most_pieces, SMALLEST)
     each = tl.cdiv(key_tiles, span)  # pieces of a tile of rows
     count = row_tiles * each
@@ -147,20 +155,74 @@ def schedule_kernel(
     tl.store(offsets + (requests + 1) + request, each, mask=known)
     tl.store(offsets + 2 * (requests + 1) + request, tl.cumsum(in_slots, 0) - in_slots, mask=known)
     tl.store(offsets + 3 * (requests + 1) + request, tl.cumsum(in_cuts, 0) - in_cuts, mask=known)
-    for start in range(0, cuts_size, PIECES):
-        index = start + tl.arange(0, PIECES)
-        tl.store(cuts + index * CUT_WORDS + 4, 0, mask=index < cuts_size)
-    tl.debug_barrier()  # what one thread stored others load
-    for start in range(0, pieces_size, PIECES):
-        _write_records(
-            pieces, cuts, offsets, cache_lengths, query_start_loc, start + tl.arange(0, PIECES), requests, tokens,
-            heads, pieces_size, ROWS, TILE,
-        )  # fmt: skip
+    for start in range(0, cuts_size, BLOCK):
+        tl.store(cuts + (start + request) * CUT_WORDS + 4, 0, mask=start + request < cuts_size)
+
+
+# A launch of its own: no barrier within one makes a program's stores visible to its loads on every GPU (on gfx942
+# Triton's waits for the program, not for memory).
+@triton.jit(
+    do_not_specialize=[
+        "cuts", "offsets", "cache_lengths", "query_start_loc", "requests", "tokens", "heads", "pieces_size",
+        "cuts_size",
+    ]
+)  # fmt: skip
+def records_kernel(
+    pieces,  # [pieces_size, PIECE_WORDS]
+    cuts,
+    offsets,
+    cache_lengths,
+    query_start_loc,
+    requests,
+    tokens,
+    heads,
+    pieces_size,
+    cuts_size,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """The records of a block of pieces, and of the cuts whose first piece is among them."""
+    piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
+    request = find_scheduled(offsets, requests, piece)
+    known = request <= requests
+    first_token, row_count, cached, kv_len = _facts(cache_lengths, query_start_loc, request, requests, tokens, heads)
+    each = tl.load(offsets + (requests + 1) + request, mask=known, other=1)
+    before = tl.load(offsets + request - 1, mask=known & (request > 0), other=0)
+    row_tile = (piece - before) // each
+    part = (piece - before) % each
+    span = tl.cdiv(_tiles(kv_len, TILE), each)
+    first_slot = tl.load(offsets + 2 * (requests + 1) + request, mask=known, other=0) + row_tile * each
+    written = piece < pieces_size
+    record = pieces + piece * PIECE_WORDS
+    tl.store(record, tl.where(known, request, -1), mask=written)
+    tl.store(record + 1, first_token, mask=written)
+    tl.store(record + 2, row_count, mask=written)
+    tl.store(record + 3, row_tile * ROWS, mask=written)
+    tl.store(record + 4, cached, mask=written)
+    tl.store(record + 5, part * span, mask=written)
+    # The last one's end by itself: near 2^31 keys the product wraps.
+    tl.store(record + 6, tl.where(part + 1 == each, kv_len, (part + 1) * span * TILE), mask=written)
+    tl.store(record + 7, tl.where(each > 1, first_slot + part, -1), mask=written)
+    cut = tl.load(offsets + 3 * (requests + 1) + request, mask=known, other=0) + row_tile
+    opens = written & known & (each > 1) & (part == 0) & (cut < cuts_size)
+    record = cuts + cut * CUT_WORDS
+    tl.store(record, first_token, mask=opens)
+    tl.store(record + 1, row_count, mask=opens)
+    tl.store(record + 2, row_tile * ROWS, mask=opens)
+    tl.store(record + 3, first_slot, mask=opens)
+    tl.store(record + 4, each, mask=opens)
+
+
+@triton.jit
+def _tiles(kv_len, TILE: tl.constexpr):
+    """Tiles of keys; cdiv would wrap near 2^31."""
+    return kv_len // TILE + (kv_len % TILE != 0).to(tl.int32)
 
 
 @triton.jit
 def _facts(cache_lengths, query_start_loc, request, requests, tokens, heads):
-    """`(first token, rows, cached tokens, keys)` of requests; `requests` stands for the padding rows."""
+    """`(first token, rows, cache_length, keys)` of requests; `requests` stands for the padding rows."""
     real = request < requests
     first = tl.load(query_start_loc + request, mask=request <= requests, other=0)
     last = tl.load(query_start_loc + request + 1, mask=real, other=0)
@@ -198,37 +260,3 @@ def _choose_span(row_tiles, key_tiles, places, slots, most_pieces, SMALLEST: tl.
         span += tl.maximum(span // 8, 1)
         searching = (span < longest) & (done == 0)
     return tl.maximum(best, 1)
-
-
-@triton.jit
-def _write_records(
-    pieces, cuts, offsets, cache_lengths, query_start_loc, piece, requests, tokens, heads, pieces_size,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The records of a block of pieces, and of the cuts whose first piece is among them."""
-    request = find_scheduled(offsets, requests, piece)
-    known = request <= requests
-    first_token, row_count, cached, kv_len = _facts(cache_lengths, query_start_loc, request, requests, tokens, heads)
-    each = tl.load(offsets + (requests + 1) + request, mask=known, other=1)
-    before = tl.load(offsets + request - 1, mask=known & (request > 0), other=0)
-    row_tile = (piece - before) // each
-    part = (piece - before) % each
-    span = tl.cdiv(tl.cdiv(kv_len, TILE), each)
-    first_slot = tl.load(offsets + 2 * (requests + 1) + request, mask=known, other=0) + row_tile * each
-    written = piece < pieces_size
-    record = pieces + piece * PIECE_WORDS
-    tl.store(record, tl.where(known, request, -1), mask=written)
-    tl.store(record + 1, first_token, mask=written)
-    tl.store(record + 2, row_count, mask=written)
-    tl.store(record + 3, row_tile * ROWS, mask=written)
-    tl.store(record + 4, cached, mask=written)
-    tl.store(record + 5, part * span, mask=written)
-    tl.store(record + 6, tl.minimum((part + 1) * span * TILE, kv_len), mask=written)
-    tl.store(record + 7, tl.where(each > 1, first_slot + part, -1), mask=written)
-    cut = cuts + (tl.load(offsets + 3 * (requests + 1) + request, mask=known, other=0) + row_tile) * CUT_WORDS
-    opens = written & known & (each > 1) & (part == 0)
-    tl.store(cut, first_token, mask=opens)
-    tl.store(cut + 1, row_count, mask=opens)
-    tl.store(cut + 2, row_tile * ROWS, mask=opens)
-    tl.store(cut + 3, first_slot, mask=opens)
-    tl.store(cut + 4, each, mask=opens)

@@ -109,7 +109,7 @@ def step_variants(targets: Iterable[str] = tuple(TARGETS)) -> list[Variant]:
                 found.append(_prefill(key_columns, value_columns, causal, target))
         found.append(_merge(target))
         for heads in (HEADS[0], HEADS[-1]):
-            of_pieces = ("schedule", "merge_cuts")
+            of_pieces = ("schedule", "records", "merge_cuts")
             found += [_attention(kernel, ("fp8_rope_bf16", None), PAGE_SIZE, heads, target) for kernel in of_pieces]
     return _distinct(found)
 
@@ -166,9 +166,10 @@ def _attention(
         attend_pieces(q, planes, table, schedule, out, lse, states, state_lse, sm_scale=1.0, max_query_len=1)
 
     call = {"decode": decode, "mixed": mixed}.get(kernel, pieces)
-    if kernel in ("schedule", "merge_cuts"):
-        return _variant(call, kernel, target, "", rows=None, tokens=None, launch=0 if kernel == "schedule" else 2)
-    launch = 1 if kernel == "pieces" else 0
+    launches = ("schedule", "records", "pieces", "merge_cuts")
+    launch = launches.index(kernel) if kernel in launches else 0
+    if kernel in launches and kernel != "pieces":
+        return _variant(call, kernel, target, "", rows=None, tokens=None, launch=launch)
     return _variant(call, kernel, target, layout.name, bytes_per_token=float(layout.bytes_per_token), launch=launch)
 
 

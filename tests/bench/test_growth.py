@@ -67,7 +67,7 @@ def test_the_launch_goes_all_the_way_to_the_driver(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(host_cost, "record", recording)
     host_cost.launch_call(2, 4096)()
-    assert recorded == ["schedule_kernel", "pieces_kernel", "merge_cuts_kernel"]
+    assert recorded == ["schedule_kernel", "records_kernel", "pieces_kernel", "merge_cuts_kernel"]
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)

@@ -170,6 +170,28 @@ def test_a_captured_pass_follows_lengths_and_tables(passes: int, blocks: tuple[i
         assert torch.allclose(lse, expected_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", [(3, 24), (24, 3), (3, 24, 3)])
+def test_queries_of_another_number_have_a_schedule_of_their_own(order: tuple[int, ...]) -> None:
+    """A layer with 24 rows of queries after one with 3, over the same requests, left its 21 rows of padding unwritten:
+    the step and its schedule were those of the first."""
+    pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+    plan = make_plan(executor="triton", dtype=torch.bfloat16, num_partitions=4, max_cache_length=512)
+    layers = [make_layer(f"layer.{i}", plan, blocks=40) for i in range(len(order))]
+    for layer in layers:
+        latent, rope = (torch.randn(40 * P, width).bfloat16() for width in (512, 64))
+        layer.store(latent, rope, torch.arange(40 * P))
+    rows = make_rows(plan, (0, 1, 3), (280, 150), tuple(range(36)))
+    rows.rows = rows.rows._replace(max_cache_length=288)
+    for _ in range(2):
+        for count, layer in zip(order, layers):
+            q = torch.randn(count, H, 576).bfloat16()
+            out, lse = rows.attend(q, layer)
+            expected_out, expected_lse = publicly(q, rows, layer)
+            assert (out - expected_out).abs().max() < 2e-2
+            assert torch.allclose(lse, expected_lse, atol=1e-5)
+            assert bool((lse[3:] == -torch.inf).all())
+
+
 def test_a_repeated_layer_costs_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an H200's host a layer's own Python took 250 us, which bound every step outside a CUDA graph."""
     pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
@@ -198,7 +220,7 @@ def test_a_repeated_layer_costs_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> 
                 rows.attend(q, layer)
             finally:
                 sys.setprofile(None)
-    assert len(launches) == 1 + 2 * 3  # the step's schedule; a layer's store, pieces, merge
+    assert len(launches) == 2 + 2 * 3  # the step's schedule and its records; a layer's store, pieces, merge
     assert calls <= CALLS_A_LAYER, calls
 
 

@@ -50,8 +50,9 @@ def break_lse(out: torch.Tensor, lse: torch.Tensor) -> None:
         ("decode", "attend_decode", "decode", break_lse),
         ("pieces", "attend_pieces", "decode in pieces", break_out),
         ("mixed", "attend_mixed", "prompts", break_out),
+        ("pieces", "attend_pieces", "prompts in pieces", break_out),
     ],
-    ids=["decode", "pieces", "mixed"],
+    ids=["decode", "pieces", "mixed", "pieces of prompts"],
 )
 def test_wrong_attention_is_named(
     harm: Any, module: str, name: str, what: str, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +65,8 @@ def test_wrong_attention_is_named(
     def wrong(*args: Any, **more: Any) -> None:
         real(*args, **more)
         places = {"attend_decode": (4, 5), "attend_pieces": (4, 5), "attend_mixed": (5, 6)}[name]
-        harm(*(args[place] for place in places))
+        if not what.startswith("prompts") or args[0].shape[0] > 2:  # not at the decode rows before
+            harm(*(args[place] for place in places))
 
     monkeypatch.setattr(kernel, name, wrong)
     found = self_check.fault(TritonExecutor(), USUAL, CAPACITY)
@@ -72,16 +74,17 @@ def test_wrong_attention_is_named(
     assert found.startswith(f"Triton's {what} kernel is wrong (fp8_rope_bf16, 2 heads, on cpu with Triton ")
 
 
-def test_a_wrong_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = TritonExecutor.store
+@pytest.mark.parametrize(("name", "how"), [("store", "tables"), ("store_slots", "slots")])
+def test_a_wrong_store_is_named(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(TritonExecutor, name)
 
-    def wrong(self: Any, step: Any, latent: Any, rope: Any, **more: Any) -> Any:
-        return real(self, step, latent, rope.neg(), **more)
+    def wrong(self: Any, step: Any, latent: Any, rope: Any, *rest: Any, **more: Any) -> Any:
+        return real(self, step, latent, rope.neg(), *rest, **more)
 
-    monkeypatch.setattr(TritonExecutor, "store", wrong)
+    monkeypatch.setattr(TritonExecutor, name, wrong)
     found = self_check.fault(TritonExecutor(), USUAL, CAPACITY)
     assert found is not None
-    assert found.startswith("Triton's store writes other bytes to blocks than torch does (fp8_rope_bf16, ")
+    assert found.startswith(f"Triton's store by {how} writes other bytes to blocks than torch does (fp8_rope_bf16, ")
 
 
 def test_a_plan_on_a_gpu_is_refused_with_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +110,22 @@ def test_kernels_that_do_not_run_are_a_fault(monkeypatch: pytest.MonkeyPatch) ->
     reason = TritonExecutor().load(ON_GPU, CAPACITY)
     wanted = "Triton's kernels can't be run: RuntimeError: CUDA error: an illegal memory access was encountered"
     assert reason == wanted
+    executor_triton._fault.cache_clear()
+
+
+def test_running_out_of_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was kept as a fault of the kernels for the life of the process."""
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    executor_triton._fault.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(executor_triton.self_check, "fault", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            TritonExecutor().load(ON_GPU, CAPACITY)
+    monkeypatch.setattr(executor_triton.self_check, "fault", lambda *_: None)
+    assert TritonExecutor().load(ON_GPU, CAPACITY) is None
     executor_triton._fault.cache_clear()
 
 

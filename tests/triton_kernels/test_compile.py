@@ -296,7 +296,7 @@ def test_every_step_has_variants_for_every_target():
     listed = step_variants()
     assert {(variant.kernel, *variant.targets) for variant in listed} == {
         (kernel, target)
-        for kernel in ("store", "decompress", "prefill", "merge", "schedule", "merge_cuts")
+        for kernel in ("store", "decompress", "prefill", "merge", "schedule", "records", "merge_cuts")
         for target in TARGETS
     }
     stored = {variant.layout for variant in listed if variant.kernel == "store"}

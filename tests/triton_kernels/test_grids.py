@@ -219,7 +219,7 @@ def test_prompts_behind_decode_rows(guarded, case, room, gpu, launched, monkeypa
     assert bool((lse[total:] == -torch.inf).all())
     merge = ["merge_cuts_kernel"] * (room != "none")
     apart = ["mixed_kernel"] * (gpu == "full")
-    assert launched == ["schedule_kernel", "pieces_kernel", *merge, *apart]
+    assert launched == ["schedule_kernel", "records_kernel", "pieces_kernel", *merge, *apart]
 
 
 def test_states_of_shards_merge_to_the_whole(guarded):

@@ -7,6 +7,8 @@ schedule: more tiles of rows than run at once, fewer, and as many; room for all 
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +127,36 @@ def test_any_number_of_requests(requests: int) -> None:
     if requests == MOST_REQUESTS:
         with pytest.raises(ValueError, match=r"cache_lengths: expected at most 4095 requests; got \[4096\] int32"):
             schedule_of([65] * 4096, [1] * 4096, places=4, slots=0)
+
+
+def test_keys_near_two_to_the_31() -> None:
+    """The product of tiles wrapped, and the last piece ended at -2147468800: its keys were lost."""
+    for kv_len in (2**31 - 5000, 2**31 - 200, 2**31 - 1):
+        made = schedule_of([kv_len], [1], places=8, slots=8)
+        live = made.pieces[made.pieces[:, 0] >= 0].long()
+        assert live[:, 6].tolist() == [*(live[1:, 5] * KEYS).tolist(), kv_len]
+
+
+def test_a_schedule_writes_nothing_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program stored offsets and, behind a barrier that on gfx942 doesn't wait for memory, loaded them: a race that
+    no interpreter shows. What a launch writes, it doesn't read now."""
+    from pagedmla.triton_kernels import schedule
+
+    made: list[tuple[str, list[torch.Tensor], list[torch.Tensor]]] = []
+    real = schedule.launch
+
+    def watched(kernel: Any, grid: tuple[int, ...], *args: Any, **more: Any) -> None:
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        before = [each.clone() for each in tensors]
+        real(kernel, grid, *args, **more)
+        made.append((kernel.fn.__name__, before, tensors))
+
+    monkeypatch.setattr(schedule, "launch", watched)
+    schedule_of([700, 3, 0], [1, 1, 1], places=8, slots=8)
+    written = [[not torch.equal(a, b) for a, b in zip(before, after)] for _, before, after in made]
+    assert [name for name, *_ in made] == ["schedule_kernel", "records_kernel"]
+    assert not written[1][2]  # offsets, which records_kernel reads
+    assert "debug_barrier" not in Path(schedule.__file__).read_text(encoding="utf-8")
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

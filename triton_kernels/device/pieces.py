@@ -1,6 +1,6 @@
 """The records of a schedule: what a program of pieces.py works on, and what one of its merge puts together.
 
-piece  [request, first token, rows, first row, cached tokens, first tile of keys, end of its keys, slot]
+piece  [request, first token, rows, first row, cache_length, first tile of keys, end of its keys, slot]
 cut    [first token, rows, first row, first slot, slots, -, -, -]
 
 A request of -1, and slots of 0, stand for nothing to do. `slot` is -1 where the piece is all there is of its rows. The
