@@ -45,7 +45,7 @@ DECODE = (
     Argument("tokens", INT32, "T, rows of q behind query_start_loc[B] included"),
     Argument("heads", INT32, "H"),
     Argument("page_shift", INT32, "log2 of the page size"),
-    Argument("partitions", INT32, "pieces that a request may be cut into"),
+    Argument("partitions", INT32, "pieces that a request may be cut into, at most CombineVariant.pieces"),
     Argument("causal", INT32, "1: a token sees keys up to its own position; 0: all"),
     Argument("scale_log2", FLOAT32, "sm_scale * log2(e)"),
 )

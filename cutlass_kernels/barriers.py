@@ -39,7 +39,7 @@ class Barriers(Traced):
                 cute.arch.mbarrier_init(self.full(ring.name, stage), ring.full)
                 cute.arch.mbarrier_init(self.empty(ring.name, stage), ring.empty)
 
-    # Each call is a step of the protocol; `block` is its block beside the trip's own (0 or -1).
+    # Each call is a step of the protocol; `block` is its block beside the trip's own (0, -1 or 2).
 
     def wait(self, ring: str, fill: Any, block: int = 0) -> None:
         self.step(Action.WAIT, ring, block)
@@ -68,9 +68,9 @@ class Barriers(Traced):
         if self._follow is not None:
             self._follow(action, ring, block)
 
-    def begin(self, role: str, section: str) -> None:
-        """What is traced until `end` is this section of a role's steps, in the table's order."""
-        self._section = self.protocol.following(role, section)
+    def begin(self, role: str, section: str, blocks: tuple[int, ...] | None = None) -> None:
+        """What is traced until `end` is this section of a role's steps, in the table's order; `blocks`: see there."""
+        self._section = self.protocol.following(role, section, blocks)
         self._follow = self._section.__enter__()
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pagedmla.cutlass_kernels import resources
 from pagedmla.cutlass_kernels.build import ALL, ARCHITECTURE, Built, build, installed_dsl, make_cubin
 from pagedmla.cutlass_kernels.cubin_cache import CubinCache
-from pagedmla.cutlass_kernels.tiles import KEYS, LATENT, SCORE_CHUNK, WARPS
+from pagedmla.cutlass_kernels.tiles import KEYS, SCORE_TRIPS, WARPS
 from pagedmla.cutlass_kernels.variants import CombineVariant, Variant
 from pagedmla.hardware import footprint, sass
 from pagedmla.hardware.loops import Instruction, Loop, natural_loops
@@ -74,22 +74,23 @@ def warp_instructions_per_token(code: Sequence[Instruction]) -> float | None:
     if found is None:
         return None
     trip, chunks = found
-    consumer = len(trip.body) + (LATENT // SCORE_CHUNK - 1) * sum(len(loop.body) for loop in chunks)
+    consumer = len(trip.body) + (SCORE_TRIPS - 1) * sum(len(loop.body) for loop in chunks)
     copying = [loop for loop in natural_loops(code) if any(_TENSOR_COPY in code[i].opcode for i in loop.body)]
     producer = min((len(loop.body) for loop in copying), default=0)
     return (consumer * WARPS + producer) / KEYS
 
 
 def find_trip(code: Sequence[Instruction]) -> tuple[Loop, list[Loop]] | None:
-    """The consumers' loop, the smallest that holds all tensor instructions; None where there are none.
+    """The consumers' loop, the smallest with most tensor instructions; None where there are none.
 
-    With it the loops inside it that hold some: score chunks, LATENT // SCORE_CHUNK of them a trip.
+    The others are those of the first scores, before it, and of the last values, behind it. With the loop come those
+    inside it that hold some: score chunks, SCORE_TRIPS of them a trip.
     """
     held = [(loop, sum(sass.classify(code[i]) == "tensor" for i in loop.body)) for loop in natural_loops(code)]
-    most = max((count for _, count in held), default=0)
-    if most == 0:
+    all_of_them = max((count for _, count in held), default=0)
+    if all_of_them == 0:
         return None
-    trip = min((loop for loop, count in held if count == most), key=lambda loop: len(loop.body))
+    trip = min((loop for loop, count in held if 2 * count > all_of_them), key=lambda loop: len(loop.body))
     return trip, [loop for loop, count in held if count and set(loop.body) < set(trip.body)]
 
 

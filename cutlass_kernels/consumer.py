@@ -1,18 +1,19 @@
 """A consumer warpgroup: scores every other tile of keys, and multiplies every tile into its half of the output columns.
 
-The trip at its own tile j, in the order of the protocol: scores and P of j, products of j - 1, products of j. The other
-consumer is half a trip away, so that one's tensor work covers the other's softmax.
+The trip at its own tile j, in the order of the protocol: scores and P of j, products of j - 1, products of j and behind
+them, where there are stages enough, the scores of j + 2, which run while the products are added up. The other consumer
+is half a trip away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.cute.nvgpu.warpgroup as warpgroup
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from pagedmla.cutlass_kernels import fragments, ptx
 from pagedmla.cutlass_kernels.barriers import Barriers
@@ -36,14 +37,8 @@ class Place(NamedTuple):
 class Consumer(Traced):
     """What all steps of a consumer share: the variant, its memory, its barriers."""
 
-    def __init__(
-        self, variant: Variant, barriers: Barriers, smem: Any, smem_address: Any, place: Place, number_at: Any
-    ) -> None:
-        """`number_at`: a shared address of the warp's own, for the number of its warpgroup's barrier."""
+    def __init__(self, variant: Variant, barriers: Barriers, smem: Any, smem_address: Any, place: Place) -> None:
         self.variant, self.shape, self.barriers = variant, variant.shape, barriers
-        self.number_at = number_at
-        ptx.store_shared(number_at, 1 + place.which)
-        cute.arch.sync_warp()
         self.smem, self.smem_address, self.place = smem, smem_address, place
         self.columns = self.shape.rows // 4  # accumulator columns that a thread has
 
@@ -94,9 +89,8 @@ class Consumer(Traced):
         return [ptx.load_shared(Float32, address, 1, 4 * self.shape.rows * warp)[0] for warp in range(WARPS)]
 
     def meet(self) -> None:
-        """The warpgroup's own barrier. Its number is read anew each time: kept, it would cost a register too many."""
-        number = ptx.load_shared(Int32, self.number_at, 1)[0]
-        cute.arch.barrier(barrier_id=number, number_of_threads=THREADS)
+        """The warpgroup's own barrier."""
+        cute.arch.barrier(barrier_id=1 + self.place.which, number_of_threads=THREADS)
 
     def is_first(self) -> Any:
         """Whether this is the warpgroup's elected thread."""
@@ -115,6 +109,13 @@ class Consumer(Traced):
         return cute.make_rmem_tensor(((2, 2, (rows or self.shape.rows) // 8), 1, 1), Float32)
 
 
+class Start(NamedTuple):
+    """Products that can be started later: a call, and how many groups it leaves that are under way."""
+
+    call: Callable[[], None]
+    groups: int = 1
+
+
 def issue(instruction: Instruction, accumulator: Any, pairs: list[tuple[Any, Any]], fresh: bool = True) -> None:
     """accumulator (+)= the sum of products of (A, B) fragments: started and committed, not waited for."""
     mma = instruction.make()  # whether it accumulates is a value of the place where it is set: not to be kept
@@ -124,22 +125,6 @@ def issue(instruction: Instruction, accumulator: Any, pairs: list[tuple[Any, Any
         cute.gemm(mma, accumulator, a, b, accumulator)
         mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-def turns(products: int, in_flight: int, overlapped: bool = True) -> Iterator[tuple[int | None, int | None]]:
-    """(product to start, product to finish) in the order of a consumer's instructions; None: none at this turn.
-
-    Overlapped, one is started for each that is finished; otherwise all in flight are finished before others start.
-    """
-    depth = min(in_flight, products)
-    if overlapped:
-        for turn in range(products + depth - 1):
-            yield turn if turn < products else None, turn - depth + 1 if turn >= depth - 1 else None
-        return
-    for first in range(0, products, depth):
-        group = range(first, min(first + depth, products))
-        yield from ((start, None) for start in group)
-        yield from ((None, finish) for finish in group)
 
 
 def count(tensor: Any) -> int:

@@ -11,18 +11,21 @@ limits     variants.py lists what is compiled, and why
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.cute.nvgpu.cpasync as cpasync
+import cutlass.cute.nvgpu.warpgroup as warpgroup
 from cutlass import Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor, make_ptr
 from cutlass.cute.typing import Pointer
 
 from pagedmla.cutlass_kernels import epilogue, queries, schedule, work
 from pagedmla.cutlass_kernels.barriers import Barriers
-from pagedmla.cutlass_kernels.consumer import Consumer, Place
+from pagedmla.cutlass_kernels.consumer import Consumer, Place, Start
 from pagedmla.cutlass_kernels.producer import Pages, Producer
 from pagedmla.cutlass_kernels.scores import Scores
 from pagedmla.cutlass_kernels.tiles import ALIGNMENT, LATENT_PANELS, PANEL_BYTES, THREADS, WARPGROUPS
@@ -66,21 +69,8 @@ class ConsumerRole(Traced):
         cute.arch.sync_warp()
         barriers.wait("queries", items)
         barriers.end()
-        tile = place.which
-        running = Int32(tile <= item.tiles)
-        while running != 0:
-            barriers.begin(role, "trip")
-            keys = work.range_of(self.notes)
-            if tile < keys.tiles:
-                self.scores(keys, tile)
-            if tile > 0:
-                self.values(work.range_of(self.notes), tile - 1, -1)
-            keys = work.range_of(self.notes)
-            if tile < keys.tiles:
-                self.values(keys, tile, 0)
-            barriers.end()
-            tile += WARPGROUPS
-            running = Int32(tile <= work.range_of(self.notes).tiles)
+        if item.tiles > 0:
+            self._walk(role)
         barriers.begin(role, "after")
         piece, pieces = work.pieces_of(self.notes)
         epilogue.finish(consumer, self.values, self.outputs, piece, pieces)
@@ -90,6 +80,98 @@ class ConsumerRole(Traced):
         barriers.end()
         keys = work.range_of(self.notes)
         return keys.fill + keys.tiles
+
+    @cute.jit
+    def _walk(self, role: cutlass.Constexpr) -> None:
+        """All tiles of an item. The consumer scores every other one; its last trip may multiply the other's alone."""
+        barriers, ahead = self.consumer.barriers, self.consumer.shape.ahead
+        known = work.range_of(self.notes)
+        tile = Int32(self.consumer.place.which)
+        if cutlass.const_expr(ahead):
+            barriers.begin(role, "trip", (2,))
+            self._start_all(known, tile)
+            barriers.end()
+        running = Int32(tile < known.tiles)
+        while running != 0:
+            barriers.begin(role, "trip")
+            self._trip(known, tile)
+            barriers.end()
+            tile += WARPGROUPS
+            running = Int32(tile < self._again(known).tiles)
+        keys = self._again(known)
+        if tile == keys.tiles:
+            barriers.begin(role, "trip", (-1,))
+            fill = keys.fill + tile - 1
+            barriers.wait("keys", fill, -1)
+            self.values.prepare(keys, tile - 1)
+            self.values.load(fill, self.values.previous)
+            barriers.wait("probabilities", fill, -1)
+            self.values.rescale(fill)
+            self.values.multiply(fill, self.values.previous, -1)
+            barriers.end()
+        if cutlass.const_expr(ahead):
+            warpgroup.wait_group(0)
+
+    def _again(self, keys: work.Keys) -> work.Keys:
+        """The item's range; with 64 rows read anew, for it would cost registers where they are short."""
+        return work.range_of(self.notes) if self.consumer.shape.rows > 32 else keys
+
+    def _start_all(self, keys: work.Keys, tile: Any) -> None:
+        for start in self._following(keys, tile, 1):
+            start.call()
+
+    def _following(self, keys: work.Keys, tile: Any, back: int) -> Sequence[Start]:
+        """What begins the scores of a tile to come; past the end those of the tile `back` before it.
+
+        Those nobody looks at, whatever the stage holds by then; they are there so that no branch stands where products
+        are under way.
+        """
+        if not self.consumer.shape.ahead:
+            return ()
+        fill = keys.fill + tile - (1 - Int32(tile < keys.tiles)) * back
+        first, *others = self.scores.starts(fill)
+        return Start(partial(self._when_there, fill, first.call), first.groups), *others
+
+    def _when_there(self, fill: Any, start: Callable[[], None]) -> None:
+        self.consumer.barriers.wait("keys", fill, 2)
+        start()
+
+    @cute.jit
+    def _trip(self, known: work.Keys, tile: Int32) -> None:
+        """The trip at the consumer's own tile, in the order of the protocol."""
+        consumer, barriers, scores, values = self.consumer, self.consumer.barriers, self.scores, self.values
+        keys = self._again(known)
+        fill = keys.fill + tile
+        if cutlass.const_expr(not consumer.shape.ahead):
+            barriers.wait("keys", fill)
+            scores.start(fill)
+        scores.finish(keys, tile)
+        before = fill - Int32(tile > 0)  # the first tile stands in for the one before it
+        if tile > 0:
+            barriers.wait("keys", before, -1)
+        values.load(before, values.previous)
+        consumer.meet()
+        if tile > 0:
+            barriers.wait("probabilities", before, -1)
+        barriers.acquire("probabilities", fill)
+        scores.settle(fill)
+        keys = self._again(known)
+        values.prepare(keys, tile)
+        if cutlass.const_expr(consumer.shape.matrices_ahead > 1):
+            values.load(fill, values.own)
+        consumer.meet()
+        scores.store(fill)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if consumer.speaks_for_warp():
+            barriers.commit("probabilities", fill)
+        if tile > 0:
+            values.rescale(before)
+            values.multiply(before, values.previous, -1)
+        values.rescale(fill)
+        if cutlass.const_expr(consumer.shape.matrices_ahead == 1):
+            values.load(fill, values.own)
+        barriers.wait("probabilities", fill)
+        values.multiply(fill, values.own, 0, self._following(self._again(known), tile + WARPGROUPS, WARPGROUPS))
 
     def _seen_by_all(self, item: work.Item, first_row: Any) -> Any:
         """Keys that each of the CTA's rows sees: its first token's, if causal."""
@@ -184,6 +266,8 @@ class Decode:
         smem = cute.arch.get_dyn_smem(Uint8, alignment=ALIGNMENT)
         address = Int32(smem.toint())
         barriers = Barriers(protocol, smem + variant.shape.place("barriers"))
+        if partitions > 1:  # the merge may come as CTAs fall free; why that is safe: combine.py
+            cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             barriers.initialise()
         cute.arch.mbarrier_init_fence()
@@ -202,6 +286,8 @@ class Decode:
         if warp < producer_warps:
             cute.arch.setmaxregister_decrease(protocol.role("producer").registers)
             if warp == 0:
+                cpasync.prefetch_descriptor(latent_map)
+                cpasync.prefetch_descriptor(rope_map)
                 pages = Pages(
                     lookup_table.toint(),
                     scales_lookup_table.toint(),
@@ -218,7 +304,7 @@ class Decode:
             cute.arch.setmaxregister_increase(protocol.role("consumer0").registers)
             which = warp // 4 - producer_warps // 4
             place = Place(which, thread % THREADS, warp % 4, lane)
-            consumer = Consumer(variant, barriers, smem, address, place, notes.number_at)
+            consumer = Consumer(variant, barriers, smem, address, place)
             rows = queries.Rows(q.toint(), stride_q_token, stride_q_head, heads, scale_log2)
             outputs = epilogue.Outputs(
                 out.toint(),

@@ -165,21 +165,23 @@ def accumulators(values: NDArray[np.float32]) -> NDArray[np.float32]:
 # -- WGMMA -----------------------------------------------------------------------------------------------------------
 
 
-def wgmma(a: Array, b: Array, bits: int | None = None, step: int = 32) -> NDArray[np.float32]:
-    """A [M, K] times B [N, K] transposed, in float32.
+def wgmma(
+    a: Array, b: Array, bits: int | None = None, step: int = 32, total: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """A [M, K] times B [N, K] transposed, added to `total [M, N]` (None: zeros), in float32.
 
     `bits`: keep so many significant bits of each product and of the running sum, relative to the largest of a step of
     `step` columns, and drop the rest, as public measurements of Hopper's fp8 sums suggest (about 14).
     """
     a, b = a.astype(np.float32, copy=False), b.astype(np.float32, copy=False)
     if bits is None:
-        product: NDArray[np.float32] = a @ b.T
+        product: NDArray[np.float32] = a @ b.T if total is None else total + a @ b.T
         return product
-    total = np.zeros((a.shape[0], b.shape[0]))
+    running = np.zeros((a.shape[0], b.shape[0])) if total is None else total.astype(np.float64)
     for k in range(0, a.shape[1], step):
         terms = a[:, None, k : k + step].astype(np.float64) * b[None, :, k : k + step]
-        terms = np.concatenate((terms, total[..., None]), -1)
+        terms = np.concatenate((terms, running[..., None]), -1)
         largest = np.abs(terms).max(-1, keepdims=True)
         quantum = np.exp2(np.floor(np.log2(np.maximum(largest, 1e-300))) - (bits - 1))
-        total = (np.trunc(terms / quantum) * quantum).sum(-1)
-    return total.astype(np.float32)
+        running = (np.trunc(terms / quantum) * quantum).sum(-1)
+    return running.astype(np.float32)

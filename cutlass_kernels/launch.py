@@ -23,8 +23,8 @@ from pagedmla.cutlass_kernels.driver import CudaDriver, Driver
 from pagedmla.cutlass_kernels.launch_checks import CallTensors, check_addresses, check_form, check_pool, check_scales
 from pagedmla.cutlass_kernels.loaded_kernel import LoadedKernel
 from pagedmla.cutlass_kernels.tiles import LATENT
-from pagedmla.cutlass_kernels.variants import COMBINES, Variant
-from pagedmla.kv_cache.checks import ceildiv, refuse
+from pagedmla.cutlass_kernels.variants import COMBINES, CombineVariant, Variant
+from pagedmla.kv_cache.checks import refuse
 from pagedmla.kv_cache.layouts import RowPlanes
 
 LOG2E = math.log2(math.e)
@@ -34,9 +34,10 @@ _Key = tuple[Any, ...]
 _Worked = TypeVar("_Worked")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workspace:
-    """Scratch of split requests, for at most `partitions` pieces of `rows` query rows."""
+    """Scratch of split requests, for at most `partitions` pieces of `rows` query rows. It may hold anything: decode
+    writes `pieces` of every row in every launch, and nobody reads a partial row that decode didn't write."""
 
     partial_out: Tensor  # [partitions, rows, 512] float32
     partial_lse: Tensor  # [partitions, rows] float32
@@ -81,7 +82,8 @@ class DecodeLauncher:
         driver.make_current(device)
         self._decode = LoadedKernel(driver, decode, DECODE)
         self._combine = LoadedKernel(driver, combine, COMBINE)
-        self._grid = self._decode.clusters_held() * variant.cluster
+        self._grid = self._decode.clusters_held() * variant.cluster  # a CTA a multiprocessor
+        self._most_merging = self._grid * CombineVariant.per_multiprocessor
         self._current_stream = current_stream
         self._pools: dict[_Key, dict[str, Any]] = {}
         self._forms: dict[_Key, dict[str, int]] = {}
@@ -136,7 +138,7 @@ class DecodeLauncher:
             "partial_out": workspace.partial_out.data_ptr(),
             "partial_lse": workspace.partial_lse.data_ptr(),
             "pieces": workspace.pieces.data_ptr(),
-            "partitions": num_partitions,
+            "partitions": min(num_partitions, CombineVariant.pieces),
             "causal": int(causal),
             "scale_log2": sm_scale * LOG2E,
         }
@@ -146,7 +148,7 @@ class DecodeLauncher:
         stream = self._current_stream()
         self._decode.launch(stream, self._grid, values)
         if num_partitions > 1:
-            self._combine.launch(stream, ceildiv(rows, self._combine.cubin.rows), values)
+            self._combine.launch(stream, min(rows * CombineVariant.parts, self._most_merging), values)
 
     # What depends on shapes, strides, types and devices alone.
 

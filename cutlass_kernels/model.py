@@ -43,7 +43,7 @@ from pagedmla.cutlass_kernels.tiles import (
     WARPGROUPS,
     Shape,
 )
-from pagedmla.cutlass_kernels.variants import Variant
+from pagedmla.cutlass_kernels.variants import CombineVariant, Variant
 from pagedmla.kv_cache.layouts import RowPlanes
 from pagedmla.kv_cache.tables import int64_ids, int64_lengths
 
@@ -199,7 +199,7 @@ class _Keys:
 # -- queries ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Queries:
     """Q of a CTA as it lies in shared memory, read back as WGMMA reads it."""
 
@@ -322,22 +322,46 @@ def _logits(stage: Bytes, sigma: Floats, queries: _Queries, shape: Shape, bits: 
     """u [64 keys, rows]; see the top of this file. A product over all 512 columns is one WGMMA accumulation."""
     codes = stage[_score_fragments(shape.precision, LATENT, PANEL_BYTES)]
     bits = bits if shape.precision == "fp8" else None
-    k = np.tile(emulation.E4M3[codes], (1, len(queries.latent)))
-    latent = emulation.wgmma(k, np.concatenate(queries.latent, 1), bits)
-    rope = _rope_products(stage, queries, shape, bits)
+    k = emulation.E4M3[codes]
+    if shape.rope_joined:
+        sums = _rope_products(stage, queries, shape, bits, _sums(k, queries.latent, shape, bits))
+        return _in_order(sums) * sigma[:, None] * queries.factor + np.log2(sigma[:, None])
+    latent, rope = (
+        _in_order(_sums(k, queries.latent, shape, bits)),
+        _in_order(_rope_products(stage, queries, shape, bits)),
+    )
     per_key = sigma[:, None]
     logits = latent * per_key + rope if shape.rope == "bf16" else (latent + rope) * per_key
     return logits * queries.factor + np.log2(per_key)
 
 
-def _rope_products(stage: Bytes, queries: _Queries, shape: Shape, bits: int | None) -> Floats:
+def _sums(
+    k: Floats, terms: list[Floats], shape: Shape, bits: int | None, begun: list[Floats] | None = None
+) -> list[Floats]:
+    """K [64, columns] times each term of Q, added to sums that were begun: one each where terms are stacked.
+
+    Else one for all, the low term's first: added to the high one's, it would be cut to that sum's bits.
+    """
+    if shape.stacked < len(terms):
+        total = begun[0] if begun else None
+        for term in reversed(terms):
+            total = emulation.wgmma(k, term, bits, total=total)
+        assert total is not None
+        return [total]
+    return [emulation.wgmma(k, term, bits, total=begun[n] if begun else None) for n, term in enumerate(terms)]
+
+
+def _rope_products(
+    stage: Bytes, queries: _Queries, shape: Shape, bits: int | None, begun: list[Floats] | None = None
+) -> list[Floats]:
+    """As `_sums`."""
     rope = stage[LATENT_BYTES:]
     if shape.rope != "e4m3":
         k = emulation.read_operand(rope, KEYS, 2 * ROPE, PANEL_BYTES)
         bf16 = torch.from_numpy(np.ascontiguousarray(k)).view(torch.bfloat16).to(torch.float32).numpy()
-        return emulation.wgmma(bf16, queries.rope[0])
+        return [emulation.wgmma(bf16, queries.rope[0], total=begun[0] if begun else None)]
     numbers = emulation.E4M3[rope[_score_fragments(shape.precision, ROPE, ROPE)]]
-    return emulation.wgmma(np.tile(numbers, (1, len(queries.rope))), np.concatenate(queries.rope, 1), bits)
+    return _sums(numbers, queries.rope, shape, bits, begun)
 
 
 def _values(stage: Bytes, e: Floats, live: int, shape: Shape, bits: int | None) -> Floats:
@@ -373,17 +397,39 @@ class _Partial:
             self.pieces[rows] = pieces
 
     def merge(self) -> tuple[Floats, Floats]:
-        """The same sums as the kernel's merge, in the order of pieces. A row's missing pieces are never read."""
+        """The same sums as the kernel's merge, in the same order. A row's missing pieces are never read.
+
+        Up to `alone` pieces one after another; more by warps: warp w sums pieces w, w + 16, ..., then warps are added.
+        """
         written = np.arange(len(self.lse))[:, None] < self.pieces
         lse = np.where(written, self.lse, np.float32(-np.inf))
         with np.errstate(invalid="ignore", divide="ignore"):
-            largest = lse.max(0, initial=-np.inf)
-            weight = np.where(lse == -np.inf, np.float32(0), np.exp(lse - _finite(largest)))
-            total = weight.sum(0)
-            empty = total == 0
-            parts = np.where((weight != 0)[..., None], self.out * weight[..., None], np.float32(0))
-            out = np.where(empty[:, None], np.float32(0), parts.sum(0) / total[:, None])
-            merged = np.where(empty, np.float32(-np.inf), largest + np.log(total))
+            peak = _finite(np.fmax.reduce(lse, 0, initial=-np.inf).astype(np.float32))
+            weight = np.exp2((lse - peak) * np.float32(LOG2E))
+            sums, total = self._sum(weight, 0, 1)
+            warps = [self._sum(weight, warp, CombineVariant.warps) for warp in range(CombineVariant.warps)]
+            by_all = self.pieces > CombineVariant.alone[-1]
+            sums = np.where(by_all[:, None], _in_order([part for part, _ in warps]), sums)
+            total = np.where(by_all, _in_order([part for _, part in warps]), total)
+            empty = total == 0  # not by the peak: a maximum passes over NaN
+            out = np.where(empty[:, None], np.float32(0), sums / total[:, None])
+            merged = np.where(empty, np.float32(-np.inf), peak + np.float32(LN2) * np.log2(total))
         once = self.pieces <= 1
-        out = np.where(once[:, None] & ~empty[:, None], self.out[0], out)
+        out = np.where(once[:, None], self.out[0], out)
         return out.astype(np.float32), np.where(once, lse[0], merged).astype(np.float32)
+
+    def _sum(self, weight: Floats, first: int, step: int) -> tuple[Floats, Floats]:
+        """(sums of out, sum of weights) over pieces first, first + step, ... What has no weight isn't multiplied."""
+        sums, total = np.zeros(self.out.shape[1:], np.float32), np.zeros(len(self.pieces), np.float32)
+        for piece in range(first, len(weight), step):
+            its = weight[piece][:, None]
+            sums = np.where(its != 0, sums + self.out[piece] * its, sums)
+            total = total + weight[piece]
+        return sums, total
+
+
+def _in_order(parts: list[Floats]) -> Floats:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

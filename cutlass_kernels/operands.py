@@ -67,16 +67,17 @@ def _panels(base: Any, offset: int, dtype: Any, rows: int, row_bytes: int, panel
 
 
 def query_latent(base: Any, shape: Shape) -> Any:
-    """[rows, 512 * terms, 1]"""
-    row_bytes = LATENT * shape.element_bytes * shape.terms
-    return _panels(base, 0, content_type(shape), shape.rows, row_bytes, PANEL_BYTES, 1)
+    """[query_rows, 512 * terms, 1], stacked terms counted among the rows"""
+    row_bytes = LATENT * shape.element_bytes * (shape.terms // shape.stacked)
+    return _panels(base, 0, content_type(shape), shape.query_rows, row_bytes, PANEL_BYTES, 1)
 
 
 def query_rope(base: Any, shape: Shape) -> Any:
-    """[rows, 64 * terms, 1]"""
+    """[rows of a product, 64 * terms, parts], stacked terms counted among the rows"""
     width = shape.query_rope_bytes
-    row_bytes = width * shape.query_rope_terms
-    return _panels(base, shape.query_rope_offset, rope_type(shape), shape.rows, row_bytes, width, 1)
+    row_bytes = width * shape.query_rope_terms * shape.rows // shape.query_rope_rows
+    rows = shape.query_rope_rows // shape.rope_parts
+    return _panels(base, shape.query_rope_offset, rope_type(shape), rows, row_bytes, width, shape.rope_parts)
 
 
 def key_latent(base: Any, shape: Shape) -> Any:

@@ -3,8 +3,9 @@
 ring      buffers (`stages`) in shared memory, used in turn. Each stage has a full barrier, on which writers arrive,
           and an empty barrier, on which readers arrive. Fill f of a ring lies in stage f % stages.
 role      warps that do the same steps. For each work item: `before`, a trip for every `stride`-th block, `after`.
-step      an action on the fill of a block: a trip at block j names block j, or j - 1 by `block=-1`. Where an item has
-          no such block the step is left out; so the trip at j = blocks, if a role has one, only looks back.
+step      an action on the fill of a block: a trip at block j names block j, j - 1 by `block=-1`, j + 2 by `block=2`.
+          Where an item has no such block the step is left out; so a trip at j = blocks, if a role has one, only looks
+          back, and one before the role's first block only looks ahead.
 parity    mbarriers tell phases apart by one bit: a wait for parity p passes once the current phase has the other one.
 
 Actions, in the order that a fill lives through:
@@ -120,9 +121,10 @@ class Role:
     stride: int = 1
 
     def trips(self, blocks: int) -> range:
-        """Blocks at which a trip starts, with the one past the end where steps look back from there."""
-        lookback = -min((step.block for step in self.trip), default=0)
-        return range(self.first, blocks + lookback, self.stride)
+        """Blocks at which a trip starts, those before the first or past the end included where steps reach in."""
+        reach = [step.block for step in self.trip]
+        ahead, back = max((0, *reach)), -min((0, *reach))
+        return range(self.first - -(-ahead // self.stride) * self.stride, blocks + back, self.stride)
 
     def steps(self, blocks: int) -> Iterator[tuple[Step, int]]:
         """Steps of an item, each with its block (-1 for those that stand once an item)."""
@@ -192,15 +194,17 @@ class Protocol:
         return self.full_offset(ring, stage) + _BARRIER_BYTES * self._rings[ring].stages
 
     @contextmanager
-    def following(self, role: str, section: str, blocks: tuple[int, ...] = (-1, 0)) -> Iterator[Callable[..., Step]]:
+    def following(
+        self, role: str, section: str, blocks: tuple[int, ...] | None = None
+    ) -> Iterator[Callable[..., Step]]:
         """Hold the code of a section ("before", "trip", "after", "finish") to the table while the kernel is traced.
 
         The code calls what it is given as (action, ring, block) for each step that it emits, and gets the table's step.
-        `blocks` are the relative blocks that this copy of the trip has: (0,) in a first trip, (-1,) past the end.
-        RuntimeError names the first step that differs, or the one that is left over.
+        `blocks` are the relative blocks that this copy of the trip has (None: all): (2,) before the first, (-1,) past
+        the end. RuntimeError names the first step that differs, or the one that is left over.
         """
         steps: tuple[Step, ...] = getattr(self.role(role), section)
-        expected = [s for s in steps if section != "trip" or s.block in blocks]
+        expected = [s for s in steps if section != "trip" or blocks is None or s.block in blocks]
         position = 0
 
         def follow(action: Action, ring: str, block: int = 0) -> Step:
@@ -225,6 +229,7 @@ def decode_protocol(
     key_stages: int,
     *,
     probability_stages: int = 2,
+    ahead: bool = False,
     cluster: int = 1,
     producer_warps: int = 4,
     producer_registers: int = 24,
@@ -234,6 +239,8 @@ def decode_protocol(
 
     Block j is scored by consumer j % 2: it waits for the running maximum of block j - 1, publishes its P, then
     multiplies both blocks' P into its columns. So one's scores of block j run beside the other's of block j - 1.
+    `ahead`: its next block's scores are started before the products of block j, which then run behind them; this
+    wants a stage of keys more (4), or the copies come late.
 
     keys           latent, rope and sigma of a block; sigma comes by the producer warp's own asynchronous copies
     probabilities  P of a block, its rows' maxima and factors; both consumers read it
@@ -265,16 +272,18 @@ def decode_protocol(
     )
     return Protocol(
         rings,
-        (producer, *(_consumer(w, consumer_registers, goodbye) for w in range(both))),
+        (producer, *(_consumer(w, consumer_registers, ahead, goodbye) for w in range(both))),
         meetings,
         cluster,
     )
 
 
-def _consumer(which: int, registers: int, goodbye: tuple[Step, ...]) -> Role:
+def _consumer(which: int, registers: int, ahead: bool, goodbye: tuple[Step, ...]) -> Role:
     """Steps of a trip at its own block j. In a trip each warp arrives for itself, so that none waits for the others;
     on "queries" one thread arrives after the warpgroup has met.
     """
+    at_once = () if ahead else (Step(Action.WAIT, "keys"),)
+    started = (Step(Action.WAIT, "keys", 2),) if ahead else ()
     return Role(
         f"consumer{which}",
         _WARPGROUP,
@@ -285,16 +294,15 @@ def _consumer(which: int, registers: int, goodbye: tuple[Step, ...]) -> Role:
             Step(Action.WAIT, "queries"),
         ),
         trip=(
-            Step(Action.WAIT, "keys"),  # scores of j
+            *at_once,  # scores of j, unless they are under way
+            Step(Action.WAIT, "keys", -1),
             Step(Action.WAIT, "probabilities", -1),  # the running maximum
             Step(Action.ACQUIRE, "probabilities"),
             Step(Action.COMMIT, "probabilities", arrivals=_WARPGROUP),
-            Step(Action.WAIT, "keys", -1),  # products of j - 1
-            Step(Action.WAIT, "probabilities", -1),
-            Step(Action.RELEASE, "probabilities", -1, arrivals=_WARPGROUP),
+            Step(Action.RELEASE, "probabilities", -1, arrivals=_WARPGROUP),  # products of j - 1
             Step(Action.RELEASE, "keys", -1, arrivals=_WARPGROUP),
-            Step(Action.WAIT, "keys"),  # products of j
-            Step(Action.WAIT, "probabilities"),
+            Step(Action.WAIT, "probabilities"),  # products of j
+            *started,  # scores of j + 2, behind them
             Step(Action.RELEASE, "probabilities", arrivals=_WARPGROUP),
             Step(Action.RELEASE, "keys", arrivals=_WARPGROUP),
         ),

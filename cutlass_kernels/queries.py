@@ -14,8 +14,11 @@ from cutlass import Float32, Int32, Int64
 
 from pagedmla.cutlass_kernels import fragments, ptx, schedule
 from pagedmla.cutlass_kernels.consumer import Consumer
-from pagedmla.cutlass_kernels.tiles import LATENT, LEAST_QUERY_SCALE, PANEL_BYTES, WARPGROUPS, WARPS
+from pagedmla.cutlass_kernels.tiles import LATENT, LEAST_QUERY_SCALE, WARPGROUPS, WARPS
 from pagedmla.cutlass_kernels.work import Item
+
+_TOGETHER = 4  # rows that a warp loads before it rounds the first: a trip to memory for all of them
+_ROPE_LANES = 16
 
 
 class Rows(NamedTuple):
@@ -38,9 +41,12 @@ def load_queries(consumer: cutlass.Constexpr, rows: Rows, item: Item, first: Int
     """Quantise the CTA's rows, half of them each consumer, and note each row's factor."""
     shape, place = consumer.shape, consumer.place
     live = item.request.q_len * rows.heads
-    warp = place.which * WARPS + place.warp
-    for row in cutlass.range(warp, shape.rows, WARPGROUPS * WARPS, unroll=1):
-        _load_row(consumer, rows, item, row, first + row, first + row < live)
+    warps = WARPGROUPS * WARPS
+    together = min(shape.rows // warps, _TOGETHER)
+    for row in cutlass.range(place.which * WARPS + place.warp, shape.rows, warps * together, unroll=1):
+        loaded = [_load_row(consumer, rows, item, first + row + warps * i, live) for i in range(together)]
+        for i in cutlass.range_constexpr(together):
+            _store_row(consumer, rows, row + warps * i, *loaded[i])
 
 
 @cute.jit
@@ -65,17 +71,24 @@ def set_rows(consumer: cutlass.Constexpr, rows: Rows, item: Item, first: Int32, 
                 ptx.store_shared(consumer.at("warp_sum", which * WARPS + warp) + 4 * thread, Float32(0.0))
 
 
-@cute.jit
-def _load_row(
-    consumer: cutlass.Constexpr, rows: Rows, item: Item, row: Int32, in_request: Int32, live: cutlass.Boolean
-) -> None:
-    shape, lane, dtype = consumer.shape, consumer.place.lane, consumer.variant.dtype
+def _load_row(consumer: Consumer, rows: Rows, item: Item, in_request: Any, live: Any) -> tuple[list[Any], list[Any]]:
+    """The lane's words of a row: 8 of the latent, 2 of the rope; 0 from the request's `live` rows on."""
+    lane = consumer.place.lane
     token = item.request.first_token + in_request // rows.heads
     head = in_request % rows.heads
     source = rows.q + (Int64(token) * rows.stride_token + Int64(head) * rows.stride_head) * 2
-    words = ptx.load_global_or(source + lane * 32, 4, live) + ptx.load_global_or(source + lane * 32 + 16, 4, live)
-    has_rope = lane < 16
-    rope_words = ptx.load_global_or(source + 2 * LATENT + (lane & 15) * 8, 2, has_rope and live)
+    inside = Int32(in_request < live)
+    words = [word for half in range(2) for word in ptx.load_global_or(source + lane * 32 + 16 * half, 4, inside)]
+    rope_inside = inside & Int32(lane < _ROPE_LANES)
+    rope_source = source + 2 * LATENT + (lane & (_ROPE_LANES - 1)) * 8
+    return words, list(ptx.load_global_or(rope_source, 2, rope_inside))
+
+
+@cute.jit
+def _store_row(
+    consumer: cutlass.Constexpr, rows: Rows, row: Int32, words: cutlass.Constexpr, rope_words: cutlass.Constexpr
+) -> None:
+    shape, lane, dtype = consumer.shape, consumer.place.lane, consumer.variant.dtype
     latent = [x for word in words for x in ptx.unpack_half2(word, dtype)]
     rope = [x for word in rope_words for x in ptx.unpack_half2(word, dtype)]
     largest = Float32(0.0)
@@ -88,7 +101,7 @@ def _load_row(
     rope = [x * inverse for x in rope]
     for term in cutlass.range_constexpr(shape.terms):
         latent = _store_latent(consumer, row, latent, term)
-    if has_rope:
+    if lane < _ROPE_LANES:
         for term in cutlass.range_constexpr(shape.query_rope_terms):
             rope = _store_rope(consumer, row, rope, term)
     if lane == 0:
@@ -105,35 +118,41 @@ def _power_of_two(largest: Any, top: float) -> tuple[Any, Any]:
 def _store_latent(consumer: Consumer, row: Any, x: list[Any], term: int) -> list[Any]:
     """16 columns of a row, as two 16-byte units of fp16 or one of e4m3; returns what the rounding left."""
     shape, lane = consumer.shape, consumer.place.lane
-    base = consumer.smem_address + term * shape.latent_steps * shape.query_panel
+    below, beside = term % shape.stacked, term // shape.stacked
+    base = consumer.smem_address + beside * shape.latent_steps * shape.query_panel
+    row = row + below * shape.rows
     if shape.precision == "fp16":
         pairs = [ptx.pack_half2(x[i], x[i + 1], "fp16") for i in range(0, 16, 2)]
         for half in range(2):  # fragments.query_slot: pairs 0, 2, 4, 6 first
-            unit = fragments.panel_byte(row, lane * 32 + 16 * half, shape.rows)
+            unit = fragments.panel_byte(row, lane * 32 + 16 * half, shape.query_rows)
             ptx.store_shared(base + unit, *pairs[half::2])
         return x
     codes = [ptx.pack_e4m3x4(*x[i : i + 4]) for i in range(0, 16, 4)]
-    ptx.store_shared(base + fragments.panel_byte(row, lane * 16, shape.rows, PANEL_BYTES), *codes)
+    ptx.store_shared(base + fragments.panel_byte(row, lane * 16, shape.query_rows), *codes)
     return _remainder(x, codes) if term + 1 < shape.terms else x
 
 
 def _store_rope(consumer: Consumer, row: Any, x: list[Any], term: int) -> list[Any]:
     """4 columns of a row; returns what the rounding left."""
     shape, lane = consumer.shape, consumer.place.lane
-    width = shape.query_rope_bytes
-    base = consumer.smem_address + shape.query_rope_offset + term * shape.rows * width
+    width, panel_rows = shape.query_rope_bytes, shape.query_rope_rows
+    base = consumer.smem_address + shape.query_rope_offset
+    if panel_rows > shape.rows:  # stacked
+        row = row + term * shape.rows
+    else:
+        base = base + term * (panel_rows * width)
     if shape.rope != "e4m3":
         pairs = [ptx.pack_half2(x[i], x[i + 1], "bf16") for i in (0, 2)]
-        ptx.store_shared(base + fragments.panel_byte(row, lane * 8, shape.rows, width), *pairs)
+        ptx.store_shared(base + fragments.panel_byte(row, lane * 8, panel_rows, width), *pairs)
         return x
     if shape.precision == "fp16":
         for half in range(2):
             place = (lane >> 2) * 32 + (lane & 3) * 4 + 16 * half
             pair = ptx.pack_half2(x[2 * half], x[2 * half + 1], "fp16")
-            ptx.store_shared(base + fragments.panel_byte(row, place, shape.rows, width), pair)
+            ptx.store_shared(base + fragments.panel_byte(row, place, panel_rows, width), pair)
         return x
     code = ptx.pack_e4m3x4(*x)
-    ptx.store_shared(base + fragments.panel_byte(row, lane * 4, shape.rows, width), code)
+    ptx.store_shared(base + fragments.panel_byte(row, lane * 4, panel_rows, width), code)
     return _remainder(x, [code]) if term + 1 < shape.query_rope_terms else x
 
 

@@ -58,24 +58,27 @@ def row_tiles_of(q_len: Any, heads: Any, rows: int) -> Any:
 
 
 def is_whole(total: Any, longest: Any, segments: Any, workers: Any, partitions: Any) -> Any:
-    """1 where no segment is cut: one partition only, or as many workers as segments and hardly any imbalance.
+    """1 where no segment is cut: one partition only, or whole ones hardly out of balance.
 
-    A cut costs a second prologue and epilogue and a merge, about three tiles' worth; 1/8 of a share is more only in
-    long steps.
+    That is known where each has a worker of its own, or where all are alike and a worker takes several. A cut costs a
+    second prologue and epilogue and a merge, about three tiles' worth; 1/8 of a share is more only in long steps.
     """
-    even = _is_less(longest * _IMBALANCE, ceildiv(total, workers) * (_IMBALANCE + 1) + 1)
-    return _is_less(partitions, 2) | ((_is_less(workers, segments) ^ 1) & even)
+    even = larger(ceildiv(total, workers), 1)
+    one_each, alike = _is_less(workers, segments) ^ 1, _is_less(longest, total // larger(segments, 1) + 1)
+    most = longest * (one_each + (one_each ^ 1) * ceildiv(even, longest))  # of a worker
+    return _is_less(partitions, 2) | ((one_each | alike) & _is_less(most * _IMBALANCE, even * (_IMBALANCE + 1) + 1))
 
 
 def share_of(total: Any, longest: Any, workers: Any, partitions: Any) -> Any:
     """Units of a worker, at least 1.
 
     A segment of n units that starts anywhere is cut into at most (n - 2) // share + 2 pieces: share is raised until
-    the longest has no more than `partitions`.
+    the longest has no more than `partitions`. With one partition nothing is cut, and the share is an even one: whole
+    segments go where they start.
     """
     even = larger(ceildiv(total, workers), 1)
     cut = larger(partitions - 1, 1)
-    return larger(even, at_least_zero(longest - 2) // cut + 1)
+    return larger(even, (_is_less(partitions, 2) ^ 1) * (at_least_zero(longest - 2) // cut + 1))
 
 
 def first_unit(worker: Any, share: Any) -> Any:

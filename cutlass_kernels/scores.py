@@ -2,12 +2,16 @@
 
 u = logit + log2(sigma), so that P stored relative to the maximum of u carries sigma for the value product and fills
 e4m3's range in every tile; the denominator takes the same numbers, unrounded, times 1 / sigma. The maths: model.py.
+
+`start` begins a tile's products and returns at once; `finish` waits for them. What stands between the two runs beside
+them, and mustn't wait for a product begun later, since products end in order.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -16,7 +20,7 @@ import cutlass.cute.nvgpu.warpgroup as warpgroup
 from cutlass import Float32, Int32
 
 from pagedmla.cutlass_kernels import fragments, operands, ptx
-from pagedmla.cutlass_kernels.consumer import Consumer, count, issue
+from pagedmla.cutlass_kernels.consumer import Consumer, Start, count, issue
 from pagedmla.cutlass_kernels.operands import Instruction
 from pagedmla.cutlass_kernels.tiles import (
     KEYS,
@@ -27,202 +31,227 @@ from pagedmla.cutlass_kernels.tiles import (
     PROBABILITY_STAGES,
     ROPE,
     SCORE_CHUNK,
+    SCORE_TRIPS,
     THREADS,
 )
 from pagedmla.cutlass_kernels.traced import Traced
 from pagedmla.cutlass_kernels.work import Keys
 
-_WIDE = 64  # fp16: columns of K that are widened at a time
-
 
 class Scores(Traced):
-    """The score product's operands and a thread's share of the softmax."""
+    """The score product's operands and a thread's share of the softmax; a tile's products, then its u, in `total`.
+
+    The rope has accumulators of its own where sigma scales the latent part alone and registers allow: not with 64 rows,
+    whose rope is added once the latent's sum is scaled. A rope that sigma scales too ends the same sum.
+    """
 
     def __init__(self, consumer: Consumer) -> None:
         shape, base = consumer.shape, consumer.smem
         self.consumer, self.shape = consumer, shape
-        widened = shape.precision == "fp16"
-        self.rope_widened = widened and shape.rope == "e4m3"
-        self.latent_mma = Instruction(operands.content_type(shape), shape.rows, widened)
-        self.rope_mma = Instruction(operands.rope_type(shape), shape.rows, self.rope_widened)
+        self.widened = shape.precision == "fp16"
+        self.rope_widened = self.widened and shape.rope == "e4m3"
+        self.latent_mma = Instruction(operands.content_type(shape), shape.query_rows, self.widened)
+        rope_rows = shape.query_rope_rows // shape.rope_parts
+        self.rope_mma = Instruction(operands.rope_type(shape), rope_rows, self.rope_widened)
         place, thread = consumer.place, consumer.place.thread
-        # Where the thread stores P is kept in shared memory: with 64 rows it would be a register too many.
-        self.target_at = consumer.smem_address + shape.place("target") + 4 * (place.which * THREADS + thread)
-        target = fragments.probability_target(place.lane, place.warp, shape.element_bytes)
-        ptx.store_shared(self.target_at, target)
+        self.target = fragments.probability_target(place.lane, place.warp, shape.element_bytes)
+        if shape.keeps_targets:
+            self.target_at = consumer.smem_address + shape.place("target") + 4 * (place.which * THREADS + thread)
+            ptx.store_shared(self.target_at, self.target)
         self.q_latent = self.latent_mma.fragments_b(operands.query_latent(base, shape), thread)
         self.q_rope = self.rope_mma.fragments_b(operands.query_rope(base, shape), thread)
-        if not widened:
+        if not self.widened:
             self.k_latent = self.latent_mma.fragments_a(operands.key_latent(base, shape), thread)
         if not self.rope_widened:
             self.k_rope = self.rope_mma.fragments_a(operands.key_rope(base, shape), thread)
-
-    @cute.jit
-    def __call__(self, keys: Keys, tile: Int32) -> None:
-        """Score a tile of the item's keys."""
-        fill, first_key, kept = keys.fill + tile, keys.first + tile * KEYS, keys.kept
-        consumer, shape, barriers = self.consumer, self.shape, self.consumer.barriers
-        place = consumer.place
-        barriers.wait("keys", fill)
-        stage = barriers.protocol.ring("keys").stage(fill)
-        key = first_key + fragments.accumulator_row(place.lane, place.warp, 0)  # the thread's keys: key and key + 8
-        sigma_at = consumer.smem_address + shape.place("sigma") + stage * (4 * KEYS) + (key - first_key) * 4
-        sigmas = [ptx.load_shared(Float32, sigma_at, 1, 32 * half)[0] for half in range(2)]
-        least = Float32(LEAST_SIGMA)
-        sigmas = [cutlass.select_(sigma < least, least, sigma) for sigma in sigmas]  # a maximum would lose NaN
-        u = self._products(fill, stage, sigmas)
-        self._to_logits(u, sigmas)
-        if first_key + KEYS > kept:
-            self._mask(u, key)
-        self._find_peaks(u)
-        consumer.meet()
-        if tile > 0:
-            barriers.wait("probabilities", fill - 1, -1)
-        barriers.acquire("probabilities", fill)
-        self._settle_peaks(fill)
-        consumer.meet()
-        self._store(fill, u, sigmas)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if consumer.speaks_for_warp():
-            barriers.commit("probabilities", fill)
+        self.total = consumer.accumulator(shape.query_rows)
+        self.rope = consumer.accumulator(shape.query_rope_rows) if shape.rope_apart else None
 
     # -- products
 
-    def _products(self, fill: Any, stage: Any, sigmas: list[Any]) -> Any:
-        """sigma * (q8 . k8) + q_rope . k_rope (the rope times sigma too, where the layout has it so)."""
-        total, rope = (self._widened_products if self.shape.precision == "fp16" else self._summed_products)(fill, stage)
-        for i in range(count(total)):
-            sigma = sigmas[(i >> 1) & 1]
-            if rope is None:
-                total[i] = total[i] * sigma
-            elif self.shape.rope == "bf16":
-                total[i] = total[i] * sigma + rope[i]
-            else:
-                total[i] = (total[i] + rope[i]) * sigma
-        if rope is None and self.shape.rope == "bf16":
-            issue(self.rope_mma, total, self._rope_chunk(stage), fresh=False)
-            warpgroup.wait_group(0)
-        return total
+    def starts(self, fill: Any) -> list[Start]:
+        """What begins the products of a tile that is in shared memory, in order.
 
-    def _summed_products(self, fill: Any, stage: Any) -> tuple[Any, Any]:
-        """fp8: (latent, rope) accumulators, waited for.
-
-        64 rows leave registers for one: there the rope is None. The sum starts with it, or where sigma isn't for it the
-        caller adds it.
+        With 64 rows in parts, so that each may stand between value products.
         """
-        total = self.consumer.accumulator()
-        if self.shape.rows > 32:
-            scaled = self.shape.rope != "bf16"
-            if scaled:
-                issue(self.rope_mma, total, self._rope_chunk(stage))
-            if self.shape.terms == 1:
-                issue(self.latent_mma, total, self._latent_chunk(stage, 0, LATENT), fresh=not scaled)
-                warpgroup.wait_group(0)
-            else:
-                if scaled:
-                    warpgroup.wait_group(0)
-                else:
-                    total.fill(0.0)
-                self._sum_chunks(stage, total)
-            return total, None
-        rope = self.consumer.accumulator()
-        issue(self.latent_mma, total, self._latent_chunk(stage, 0, LATENT))
-        issue(self.rope_mma, rope, self._rope_chunk(stage))
-        warpgroup.wait_group(0)
-        return total, rope
+        stage = self.consumer.barriers.protocol.ring("keys").stage(fill)
+        if self.widened:
+            return [Start(lambda: self._start_widened(fill, stage), 1 if self.rope_widened else 2)]
+        if self.shape.terms > self.shape.stacked:
+            starts = [Start(lambda: self._start_terms(stage))]
+        else:
+            columns = LATENT if self.shape.rows <= 32 else SCORE_CHUNK
+            starts = [Start(partial(self._start_chunk, stage, chunk, columns)) for chunk in range(LATENT // columns)]
+        if self.rope is not None:
+            starts.append(Start(lambda: issue(self.rope_mma, self.rope, self._rope_chunk(stage))))
+        elif self.shape.rope_joined:
+            starts.append(Start(lambda: issue(self.rope_mma, self.total, self._rope_chunk(stage), fresh=False)))
+        return starts
+
+    def start(self, fill: Any) -> None:
+        for start in self.starts(fill):
+            start.call()
+
+    def _start_chunk(self, stage: Any, chunk: int, columns: int) -> None:
+        issue(self.latent_mma, self.total, self._latent_chunk(stage, chunk, columns), fresh=chunk == 0)
 
     @cute.jit
-    def _sum_chunks(self, stage: Int32, total: cute.Tensor) -> None:
-        """A loop, since the operands of two terms of all columns at once would be registers too many."""
-        for chunk in cutlass.range(LATENT // SCORE_CHUNK, unroll=1):
-            part = self.consumer.accumulator()
-            issue(self.latent_mma, part, self._latent_chunk(stage, chunk, SCORE_CHUNK))
-            warpgroup.wait_group(0)
-            for i in range(count(total)):
-                total[i] = total[i] + part[i]
+    def _start_terms(self, stage: Int32) -> None:
+        """Terms one after another: loops, since the operands of all at once would be registers too many.
 
-    def _latent_chunk(self, stage: Any, chunk: Any, columns: int) -> list[tuple[Any, Any]]:
-        """Pairs of fragments of so many columns of the latent, all terms of Q: one accumulation."""
+        The low term comes first: added to a sum that holds the high one, it would be cut to that sum's 14 bits.
+        """
+        self.total.fill(0.0)
+        for before in cutlass.range_constexpr(self.shape.terms):
+            term = self.shape.terms - 1 - before
+            for chunk in cutlass.range(SCORE_TRIPS, unroll=1):
+                issue(self.latent_mma, self.total, self._latent_chunk(stage, chunk, SCORE_CHUNK, term), fresh=False)
+
+    def _latent_chunk(self, stage: Any, chunk: Any, columns: int, term: int = 0) -> list[tuple[Any, Any]]:
+        """Pairs of fragments of so many columns of the latent and of a term of Q (or of all that are stacked)."""
         steps, whole = columns // 32, LATENT // 32
         return [
             (
                 self.k_latent[None, None, chunk * steps + k, stage],
                 self.q_latent[None, None, term * whole + chunk * steps + k, 0],
             )
-            for term in range(self.shape.terms)
             for k in range(steps)
         ]
 
-    def _rope_chunk(self, stage: Any) -> list[tuple[Any, Any]]:
+    def _rope_chunk(self, stage: Any, part: int = 0) -> list[tuple[Any, Any]]:
         steps = self.shape.rope_bytes // 32
+        terms = self.shape.query_rope_terms * self.shape.rows // self.shape.query_rope_rows
         return [
-            (self.k_rope[None, None, k, stage], self.q_rope[None, None, term * steps + k, 0])
-            for term in range(self.shape.query_rope_terms)
+            (self.k_rope[None, None, k, stage], self.q_rope[None, None, term * steps + k, part])
+            for term in reversed(range(terms))
             for k in range(steps)
         ]
 
-    def _widened_products(self, fill: Any, stage: Any) -> tuple[Any, Any]:
-        """fp16: K's codes become fp16 on their way into registers, `_WIDE` columns at a time, two sets in turn."""
-        latent, rope = self.consumer.accumulator(), self.consumer.accumulator()
+    def _start_widened(self, fill: Any, stage: Any) -> None:
+        """fp16: K's codes become fp16 on their way into registers, some columns at a time, two sets in turn."""
         base = self.consumer.latent(fill)
-        for column in range(0, LATENT, _WIDE):
-            a = self._widen(self.latent_mma, base, column, PANEL_BYTES)
-            issue(self.latent_mma, latent, self._pairs(a, self.q_latent, column), fresh=column == 0)
-            warpgroup.wait_group(1)
+        self._start_columns(self.latent_mma, base, self.q_latent, LATENT, PANEL_BYTES, fresh=True)
         if self.rope_widened:
             rope_base = self.consumer.smem_address + self.shape.rope_offset + stage * (KEYS * ROPE)
-            a = self._widen(self.rope_mma, rope_base, 0, ROPE)
-            issue(self.rope_mma, rope, self._pairs(a, self.q_rope, 0))
+            self._start_columns(self.rope_mma, rope_base, self.q_rope, ROPE, ROPE, fresh=False)
         else:
-            issue(self.rope_mma, rope, self._rope_chunk(stage))
-        warpgroup.wait_group(0)
-        return latent, rope
+            issue(self.rope_mma, self.rope, self._rope_chunk(stage))
 
-    def _pairs(self, a: Any, q: Any, column: int) -> list[tuple[Any, Any]]:
-        return [(a[None, None, k], q[None, None, column // 16 + k, 0]) for k in range(_WIDE // 16)]
+    def _start_columns(self, mma: Instruction, base: Any, q: Any, columns: int, row_bytes: int, fresh: bool) -> None:
+        """Codes of the next columns are on their way while these are widened."""
+        wide = 64 if self.shape.rows == 16 else 32
+        codes = self._codes(base, 0, wide, row_bytes)
+        for column in range(0, columns, wide):
+            coming = self._codes(base, column + wide, wide, row_bytes) if column + wide < columns else []
+            a = self._widen(mma, codes, wide)
+            pairs = [(a[None, None, k], q[None, None, column // 16 + k, 0]) for k in range(wide // 16)]
+            issue(mma, self.total, pairs, fresh and column == 0)
+            warpgroup.wait_group(1)
+            codes = coming
 
-    def _widen(self, mma: Instruction, base: Any, column: int, row_bytes: int) -> Any:
-        """A fragments of 64 columns from `column` on; the order of columns is fragments.query_slot's."""
-        place = self.consumer.place
-        a, words = mma.registers_a(_WIDE, place.thread)
-        for pair in range(_WIDE // 32):
-            first = column + 32 * pair
+    def _codes(self, base: Any, column: int, wide: int, row_bytes: int) -> list[Any]:
+        """e4m3 codes of `wide` columns from `column` on; the order of columns is fragments.query_slot's."""
+        place, codes = self.consumer.place, list[Any]()
+        for first in range(column, column + wide, 32):
             source = fragments.score_source(place.lane, place.warp, first % row_bytes, row_bytes)
-            got = ptx.ldmatrix_x4(base + source, fragments.score_step(first))
-            for half in range(2):
-                upper, lower = (ptx.unpack_e4m3x4(got[2 * half + i]) for i in range(2))
-                k = 2 * pair + half
-                words[0, k], words[2, k] = upper
-                words[1, k], words[3, k] = lower
+            codes += ptx.ldmatrix_x4(base + source, fragments.score_step(first))
+        return codes
+
+    def _widen(self, mma: Instruction, codes: list[Any], wide: int) -> Any:
+        """A fragments of them."""
+        a, words = mma.registers_a(wide, self.consumer.place.thread)
+        for k in range(wide // 16):
+            upper, lower = (ptx.unpack_e4m3x4(codes[2 * k + i]) for i in range(2))
+            words[0, k], words[2, k] = upper
+            words[1, k], words[3, k] = lower
         return a
+
+    @cute.jit
+    def finish(self, keys: Keys, tile: Int32) -> None:
+        """Wait for a tile's products; `total` becomes u, each warp's maxima of it stand in shared memory."""
+        fill, first_key = keys.fill + tile, keys.first + tile * KEYS
+        stage = self.consumer.barriers.protocol.ring("keys").stage(fill)
+        sigmas = self._sigmas(stage)
+        logs = [ptx.log2(sigma) for sigma in sigmas]
+        warpgroup.wait_group(0)
+        self._to_logits(stage, sigmas, logs)
+        if first_key + KEYS > keys.kept:
+            self._mask(first_key + self._key())
+        self._find_peaks()
+
+    def _key(self) -> Any:
+        """The first of the thread's keys in a tile; the other is 8 behind."""
+        return fragments.accumulator_row(self.consumer.place.lane, self.consumer.place.warp, 0)
+
+    def _sigmas(self, stage: Any) -> list[Any]:
+        """Those of the thread's two keys."""
+        consumer = self.consumer
+        address = consumer.smem_address + self.shape.place("sigma") + stage * (4 * KEYS) + self._key() * 4
+        sigmas = [ptx.load_shared(Float32, address, 1, 32 * half)[0] for half in range(2)]
+        least = Float32(LEAST_SIGMA)
+        return [cutlass.select_(sigma < least, least, sigma) for sigma in sigmas]  # a maximum would lose NaN
+
+    def _to_logits(self, stage: Any, sigmas: list[Any], logs: list[Any]) -> None:
+        """x = sigma * (q8 . k8) + q_rope . k_rope (the rope times sigma too, where the layout has it so), then u."""
+        parts = self.shape.rope_parts
+        columns = self.consumer.columns // parts
+        for part in range(parts):
+            self._scale(part * columns, columns, sigmas)
+            if parts > 1:
+                issue(self.rope_mma, self._part(part), self._rope_chunk(stage, part), fresh=False)
+        for part in range(parts):
+            if parts > 1:
+                warpgroup.wait_group(parts - 1 - part)
+            self._to_base_2(part * columns, columns, logs)
+
+    def _scale(self, first: int, columns: int, sigmas: list[Any]) -> None:
+        """The latent's part of some columns, and the rope's where its products are there already."""
+        total, rope = self.total, self.rope
+        registers = 2 * self.consumer.columns
+        for i in range(2 * first, 2 * (first + columns)):
+            sigma = sigmas[(i >> 1) & 1]
+            x = _unstacked(total, i, registers)
+            if rope is None:
+                total[i] = x * sigma
+            elif self.shape.rope == "bf16":
+                total[i] = x * sigma + rope[i]
+            else:
+                total[i] = (x + _unstacked(rope, i, registers)) * sigma
+
+    def _part(self, part: int) -> Any:
+        """Registers of `total` that are one of the rope's products."""
+        size = count(self.total) // self.shape.rope_parts
+        return cute.make_tensor(self.total.iterator + part * size, cute.make_layout(((2, 2, size // 4), 1, 1)))
 
     # -- softmax
 
     # Statistics are read four columns at a time, where they are used: 64 rows leave few registers.
 
-    def _to_logits(self, x: Any, sigmas: list[Any]) -> None:
+    def _to_base_2(self, first: int, columns: int, logs: list[Any]) -> None:
         """x becomes u: base-2 logits plus log2(sigma)."""
-        logs = [ptx.log2(sigma) for sigma in sigmas]
-        for first in range(0, self.consumer.columns, 4):
-            factors = self.consumer.own(Float32, "factor", 0, first, 4)
-            for column, factor in enumerate(factors, first):
+        x = self.total
+        for start in range(first, first + columns, 4):
+            factors = self.consumer.own(Float32, "factor", 0, start, 4)
+            for column, factor in enumerate(factors, start):
                 for half, i in enumerate(_registers(column)):
                     x[i] = x[i] * factor + logs[half]
 
-    def _mask(self, u: Any, key: Any) -> None:
+    def _mask(self, key: Any) -> None:
+        u = self.total
         for first in range(0, self.consumer.columns, 4):
             limits = self.consumer.own(Int32, "limit", 0, first, 4)
             for column, limit in enumerate(limits, first):
                 for half, i in enumerate(_registers(column)):
                     u[i] = cutlass.select_(key + 8 * half < limit, u[i], Float32(-Float32.inf))
 
-    def _find_peaks(self, u: Any) -> None:
+    def _find_peaks(self) -> None:
         """Each warp's maximum of each row over its 16 keys, to shared memory."""
+        u = self.total
         peaks = [cute.arch.fmax(*(u[i] for i in _registers(column))) for column in range(self.consumer.columns)]
         ptx.store_shared(self.consumer.own_warp("warp_peak"), *self.consumer.fold(peaks, cute.arch.fmax))
 
     @cute.jit
-    def _settle_peaks(self, fill: Int32) -> None:
+    def settle(self, fill: Int32) -> None:
         """A thread a row: the tile's maximum, the running one, and the weights of what was and what comes."""
         consumer, shape = self.consumer, self.shape
         which, row = consumer.place.which, consumer.place.thread
@@ -251,9 +280,10 @@ class Scores(Traced):
                 flag = consumer.smem_address + shape.place("rescale") + 16 * slot + 4 * consumer.place.warp
                 ptx.store_shared(flag, Int32(moved))
 
-    def _store(self, fill: Any, u: Any, sigmas: list[Any]) -> None:
+    def store(self, fill: Any) -> None:
         """P of the thread's two keys to shared memory, and the sums brought up to this tile."""
-        consumer, shape, place = self.consumer, self.shape, self.consumer.place
+        consumer, shape, place, u = self.consumer, self.shape, self.consumer.place, self.total
+        sigmas = self._sigmas(consumer.barriers.protocol.ring("keys").stage(fill))  # read anew: two registers less
         inverses = [cute.arch.rcp_approx(sigma) for sigma in sigmas]
         tile_sums = []
         for first in range(0, consumer.columns, 4):
@@ -270,7 +300,7 @@ class Scores(Traced):
         folded = zip(sums, keeps, consumer.fold(tile_sums, operator.add), gains, strict=True)
         ptx.store_shared(consumer.own_warp("warp_sum"), *(s * keep + new * gain for s, keep, new, gain in folded))
         base = consumer.smem_address + shape.probability_offset + (fill % PROBABILITY_STAGES) * shape.probability_bytes
-        (target,) = ptx.load_shared(Int32, self.target_at, 1)
+        target = ptx.load_shared(Int32, self.target_at, 1)[0] if shape.keeps_targets else self.target
         for block in range(0, shape.rows // 8, 2):
             registers: list[Any] = []
             for i in (4 * block, 4 * block + 4):
@@ -280,6 +310,14 @@ class Scores(Traced):
                     registers += [ptx.pack_half2(u[i], u[i + 1], "fp16"), ptx.pack_half2(u[i + 2], u[i + 3], "fp16")]
             step = fragments.probability_step(block, shape.element_bytes)
             ptx.stmatrix_trans(base + target, *registers, offset=step)
+
+
+def _unstacked(accumulator: Any, register: int, registers: int) -> Any:
+    """The sum of an accumulator's terms, which lie `registers` apart."""
+    value = accumulator[register]
+    for i in range(register + registers, count(accumulator), registers):
+        value = value + accumulator[i]
+    return value
 
 
 def _registers(column: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ products have keys or latent columns as WGMMA's M and query rows as its N, so a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 KEYS = 64  # of a tile: M of the score product
@@ -23,7 +24,8 @@ PANEL_BYTES = 128  # of a row: what one swizzle atom, and so one tensor copy, is
 LATENT_PANELS = LATENT // PANEL_BYTES
 LATENT_BYTES = KEYS * LATENT
 
-SCORE_CHUNK = 128  # columns that fp8 with two terms and 64 rows sums at a time; other forms take all at once
+SCORE_CHUNK = 128  # columns that 64 rows start their scores of at a time
+SCORE_TRIPS = LATENT // SCORE_CHUNK  # of the loops, one a term, in which they meet two terms
 
 WARPGROUPS = 2  # consumers
 WARPS = 4  # of a warpgroup
@@ -33,8 +35,9 @@ COLUMNS = LATENT // WARPGROUPS  # of the output, for each consumer
 COLUMN_TILE = 64  # M of one value product
 COLUMN_TILES = COLUMNS // COLUMN_TILE
 
-PROBABILITY_STAGES = 2
-MAX_STAGES = 4
+PROBABILITY_STAGES = 3  # with two, P of a tile would wait for the other consumer's values of two tiles before
+MAX_STAGES = 5
+AHEAD_STAGES = 4  # from which on a consumer starts its next scores before it is done with the last values
 SHARED_BYTES = 232448  # a CTA may have on sm_90: 227 KiB
 ALIGNMENT = 1024  # of whatever a 128-byte swizzle addresses
 
@@ -76,9 +79,62 @@ class Shape:
             raise ValueError(f"terms: expected 1, or 2 with fp8; got {self.terms} with {self.precision}")
 
     @property
+    def stacked(self) -> int:
+        """Terms of Q that lie below each other and meet K in one product, side by side in its accumulators.
+
+        64 rows have no registers for that: there the terms follow each other in one accumulation.
+        """
+        return self.terms if self.rows <= 32 else 1
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of Q's latent panels, and of its rope where that has as many terms: N of the score product."""
+        return self.rows * self.stacked
+
+    @property
+    def rope_joined(self) -> bool:
+        """Whether the rope's products end the latent's sum: sigma scales both, and they have one number of rows.
+
+        Last, for each fp8 product after it would cut it to the sum's 14 bits anew.
+        """
+        return self.rope == "e4m3" or (self.rope == "scaled_bf16" and self.rows > 32)
+
+    @property
+    def rope_apart(self) -> bool:
+        """Whether the rope has accumulators of its own. 64 rows have none left: it is added to the scaled sum there."""
+        return self.rows <= 32 and not self.rope_joined
+
+    @property
+    def rope_parts(self) -> int:
+        """Products of the rope, of a share of the rows each. Where it comes last, one runs beside work on the other."""
+        return 1 if self.rope_joined or self.rope_apart else 2
+
+    @property
+    def keeps_targets(self) -> bool:
+        """Whether the place where a thread stores P waits in shared memory."""
+        return self.rows > 32
+
+    @property
+    def ahead(self) -> bool:
+        """Whether scores of a consumer's next tile are started before the value products of the last."""
+        return self.stages >= AHEAD_STAGES
+
+    @property
+    def matrices_ahead(self) -> int:
+        """Tiles of which a consumer loads all its V^T before it may multiply them: 0, 1 or 2, as registers go."""
+        if self.rows == 64:
+            return 0
+        return 2 if self.rows * self.element_bytes == 16 else 1
+
+    @property
+    def values_overlapped(self) -> bool:
+        """Whether a value product is started for each that is finished, see `turns`."""
+        return self.rows <= 32
+
+    @property
     def in_flight(self) -> int:
         """Value products that a consumer has begun and not yet added up, as far as its registers go."""
-        return 2 if self.rows == 64 else COLUMN_TILES
+        return 2 if self.rows * self.element_bytes == 64 else COLUMN_TILES
 
     @property
     def element_bytes(self) -> int:
@@ -110,6 +166,11 @@ class Shape:
         return self.terms if self.rope == "e4m3" else 1
 
     @property
+    def query_rope_rows(self) -> int:
+        """Rows of Q's rope panel."""
+        return self.query_rows if self.query_rope_terms > 1 else self.rows
+
+    @property
     def key_bytes(self) -> int:
         """Of a token that the tensor copies bring."""
         return LATENT + self.rope_bytes
@@ -123,11 +184,11 @@ class Shape:
 
     @property
     def query_panel(self) -> int:
-        return self.rows * PANEL_BYTES
+        return self.query_rows * PANEL_BYTES
 
     @property
     def query_rope_offset(self) -> int:
-        return self.terms * self.latent_steps * self.query_panel
+        return self.terms // self.stacked * self.latent_steps * self.query_panel
 
     @property
     def query_bytes(self) -> int:
@@ -175,7 +236,7 @@ class Shape:
         own_peak     each consumer's: running maximum at its last tile
         decay, rise  of each P stage: weights of old and new O      rescale      of each P stage: is any decay not 1
         address      where the row's output goes (0: nowhere)       search, notes  the schedule's, see work.py
-        target       of each consumer thread: where in a P stage it stores
+        target       of each consumer thread: where in a P stage it stores (64 rows: a register too many)
         """
         row = 4 * self.rows
         sizes = {
@@ -196,7 +257,7 @@ class Shape:
             "rescale": 16 * PROBABILITY_STAGES,
             "search": 16 * (MAX_WARPS + 2),
             "notes": 64 * MAX_WARPS,
-            "target": 4 * WARPGROUPS * THREADS,
+            "target": 4 * WARPGROUPS * THREADS if self.keeps_targets else 0,
             "barriers": 16 * (stages + PROBABILITY_STAGES + 1),
         }
         places, offset = {}, 0
@@ -216,6 +277,22 @@ class Shape:
     def shared_bytes(self) -> int:
         """All of it, with room to align the base."""
         return ALIGNMENT + self.tail_offset + self._tail_bytes(self.stages)
+
+
+def turns(products: int, in_flight: int, overlapped: bool = True) -> Iterator[tuple[int | None, int | None]]:
+    """(product to start, product to finish) in the order of a consumer's instructions; None: none at this turn.
+
+    Overlapped, one is started for each that is finished; otherwise all in flight are finished before others start.
+    """
+    depth = min(in_flight, products)
+    if overlapped:
+        for turn in range(products + depth - 1):
+            yield turn if turn < products else None, turn - depth + 1 if turn >= depth - 1 else None
+        return
+    for first in range(0, products, depth):
+        group = range(first, min(first + depth, products))
+        yield from ((start, None) for start in group)
+        yield from ((None, finish) for finish in group)
 
 
 def _aligned(offset: int) -> int:

@@ -5,6 +5,7 @@ A column tile of 64 is summed over the tile's 64 keys in WGMMA and added to O in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -13,11 +14,13 @@ import cutlass.cute.nvgpu.warpgroup as warpgroup
 from cutlass import Float32, Int32
 
 from pagedmla.cutlass_kernels import fragments, operands, ptx
-from pagedmla.cutlass_kernels.consumer import Consumer, count, issue, turns
+from pagedmla.cutlass_kernels.consumer import Consumer, Start, count, issue
 from pagedmla.cutlass_kernels.operands import Instruction
-from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, COLUMNS, KEYS, PANEL_BYTES, PROBABILITY_STAGES
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, COLUMNS, KEYS, PANEL_BYTES, PROBABILITY_STAGES, turns
 from pagedmla.cutlass_kernels.traced import Traced
 from pagedmla.cutlass_kernels.work import Keys
+
+Matrices = list[tuple[Any, Any]]
 
 
 class Values(Traced):
@@ -35,6 +38,15 @@ class Values(Traced):
         self.p = self.mma.fragments_b(p, consumer.place.thread)
         self.outputs = [[consumer.accumulator(self.part_rows) for _ in range(self.parts)] for _ in range(COLUMN_TILES)]
         self.steps = KEYS * self.shape.element_bytes // 32
+        self.loads_all = self.shape.matrices_ahead > 0
+        self.previous = self._matrices()
+        self.own = self._matrices() if self.shape.matrices_ahead > 1 else self.previous
+
+    def _matrices(self) -> Matrices:
+        """Registers of V^T of a tile: all column tiles, or two that are used in turn."""
+        return [
+            self.mma.registers_a(KEYS, self.consumer.place.thread) for _ in range(COLUMN_TILES if self.loads_all else 2)
+        ]
 
     def clear(self) -> None:
         for output in self.outputs:
@@ -48,21 +60,42 @@ class Values(Traced):
         return self.outputs[tile][part][i], self.outputs[tile][part][i + 2]
 
     @cute.jit
-    def __call__(self, keys: Keys, tile: Int32, block: cutlass.Constexpr) -> None:
-        """Add a tile of the item's keys; `block`: see Barriers."""
-        consumer, barriers = self.consumer, self.consumer.barriers
-        fill, live = keys.fill + tile, keys.kv_len - keys.first - tile * KEYS
-        barriers.wait("keys", fill, block)
-        barriers.wait("probabilities", fill, block)
+    def prepare(self, keys: Keys, tile: Int32) -> None:
+        """Clear keys past the end: their scores, which may be under way, are masked whatever they are."""
+        live = keys.kv_len - keys.first - tile * KEYS
         if live < KEYS:
-            self._zero(fill, live)
+            self._zero(keys.fill + tile, live)
+
+    def load(self, fill: Any, matrices: Matrices) -> None:
+        """V^T of a tile into registers, all of the consumer's columns, where there are as many."""
+        if self.loads_all:
+            for tile in range(COLUMN_TILES):
+                self._transpose(self.consumer.latent(fill), tile, matrices[tile])
+
+    @cute.jit
+    def rescale(self, fill: Int32) -> None:
+        """O scaled anew where a row's maximum rose; once P of the tile is there."""
         slot = fill % PROBABILITY_STAGES
-        flags = consumer.smem_address + self.shape.place("rescale") + 16 * slot
+        flags = self.consumer.smem_address + self.shape.place("rescale") + 16 * slot
         moved = ptx.load_shared(Int32, flags, 2)
         any_moved = moved[0] | moved[1] if self.shape.rows > 32 else moved[0]
         if any_moved != 0:
-            self._decay(consumer.own(Float32, "decay", slot))
-        self._multiply(fill, slot, consumer.own(Float32, "rise", slot))
+            self._decay(self.consumer.own(Float32, "decay", slot))
+
+    @cute.jit
+    def multiply(
+        self,
+        fill: Int32,
+        matrices: cutlass.Constexpr,
+        block: cutlass.Constexpr,
+        beside: cutlass.Constexpr = (),
+    ) -> None:
+        """Add a tile whose P is there, and give it back; `block`: see Barriers. `beside`: products of another kind to
+        be started with these, to run while these are added up.
+        """
+        consumer, barriers = self.consumer, self.consumer.barriers
+        slot = fill % PROBABILITY_STAGES
+        self._multiply(fill, slot, consumer.own(Float32, "rise", slot), matrices, beside)
         if consumer.speaks_for_warp():
             barriers.release("probabilities", fill, block)
             barriers.release("keys", fill, block)
@@ -73,38 +106,54 @@ class Values(Traced):
                 for i in range(count(values)):
                     values[i] = values[i] * decays[self._column(part, i)]
 
-    def _multiply(self, fill: Any, slot: Any, rises: list[Any]) -> None:
+    def _multiply(self, fill: Any, slot: Any, rises: list[Any], matrices: Matrices, beside: Sequence[Start]) -> None:
         base = self.consumer.latent(fill)
         products = [(tile, part) for tile in range(COLUMN_TILES) for part in range(self.parts)]
-        a: Any = None
-        totals: list[Any] = []
-        for start, finish in turns(len(products), self.shape.in_flight, overlapped=self.parts == 1):
+        totals: dict[int, Any] = {}
+        groups: list[int | None] = []  # in the order in which they are started
+        if not self.loads_all:
+            self._transpose(base, 0, matrices[0])
+        for start, finish in turns(len(products), self.shape.in_flight, self.shape.values_overlapped):
             if start is not None:
                 tile, part = products[start]
-                a = self._transpose(base, tile) if part == 0 else a
-                totals.append(self.consumer.accumulator(self.part_rows))
+                a, _ = matrices[tile % len(matrices)]
+                totals[start] = self.consumer.accumulator(self.part_rows)
                 where = slot * self.parts + part
                 pairs = [(a[None, None, k], self.p[None, None, k, where]) for k in range(self.steps)]
                 issue(self.mma, totals[start], pairs)
+                groups.append(start)
+                if part + 1 == self.parts:
+                    if not self.loads_all and tile + 1 < COLUMN_TILES:
+                        self._transpose(base, tile + 1, matrices[(tile + 1) % len(matrices)])
+                    for each in self._behind(tile, beside):
+                        each.call()
+                        groups += [None] * each.groups
             if finish is not None:
-                warpgroup.wait_group(len(totals) - 1 - finish)
+                warpgroup.wait_group(len(groups) - 1 - groups.index(finish))
                 tile, part = products[finish]
                 values = self.outputs[tile][part]
                 for j in range(count(values)):
                     values[j] = values[j] + totals[finish][j] * rises[self._column(part, j)]
 
+    def _behind(self, tile: int, beside: Sequence[Start]) -> Sequence[Start]:
+        """Which of the other products are started behind a column tile's: one each and the rest at the end, or all."""
+        last = tile + 1 == COLUMN_TILES
+        if self.loads_all:
+            return beside if last else ()
+        return beside[tile:] if last else beside[tile : tile + 1]
+
     def _column(self, part: int, register: int) -> int:
         """Which of the thread's query rows an accumulator register of a part is."""
         return part * (self.part_rows // 4) + 2 * (register >> 2) + (register & 1)
 
-    def _transpose(self, base: Any, tile: int) -> Any:
-        """V^T [64 columns, 64 keys] of a column tile as A fragments."""
+    def _transpose(self, base: Any, tile: int, registers: tuple[Any, Any]) -> None:
+        """V^T [64 columns, 64 keys] of a column tile into the registers of an A fragment."""
         place = self.consumer.place
         own = base + place.which * fragments.value_step(COLUMN_TILES, 0)
         source = own + fragments.value_source(place.lane, place.warp)  # own: a multiple of 1024
         if tile & 1:
             source = source ^ fragments.ODD_TILE
-        a, words = self.mma.registers_a(KEYS, place.thread)
+        _, words = registers
         for key in range(0, KEYS, 32):
             got = ptx.ldmatrix_x4_trans(source, fragments.value_step(tile, key))
             for half in range(2):
@@ -119,7 +168,6 @@ class Values(Traced):
                     odd = Int32(cute.arch.prmt(*pair, fragments.ODD_COLUMN_FP16))
                     words[0, k], words[2, k] = ptx.unpack_e4m3x4(even)
                     words[1, k], words[3, k] = ptx.unpack_e4m3x4(odd)
-        return a
 
     @cute.jit
     def _zero(self, fill: Int32, live: Int32) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pagedmla.cutlass_kernels.protocol import Protocol, decode_protocol
-from pagedmla.cutlass_kernels.tiles import KEYS, Shape
+from pagedmla.cutlass_kernels.tiles import KEYS, PROBABILITY_STAGES, Shape
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 DTYPES = ("bf16", "fp16")
@@ -84,9 +84,11 @@ class Variant:
 
     @property
     def protocol(self) -> Protocol:
-        producer, consumer = (24, 240) if self.shape.rows == 64 else (56, 216)
+        producer, consumer = (24, 240) if self.shape.rows > 16 else (56, 216)
         return decode_protocol(
             self.shape.stages,
+            probability_stages=PROBABILITY_STAGES,
+            ahead=self.shape.ahead,
             cluster=self.cluster,
             producer_registers=producer,
             consumer_registers=consumer,
@@ -95,15 +97,59 @@ class Variant:
 
 @dataclass(frozen=True)
 class CombineVariant:
-    """The kernel that merges the pieces of cut requests."""
+    """The kernel that merges the pieces of cut requests, quarter row by quarter row: 128 columns, 512 bytes of a piece.
+
+    Its CTAs stay, two on a multiprocessor. Up to `alone` pieces are a warp's, more are all warps': piece p is warp
+    p % 16's, and 16 warps of 9 loads hold 144 of them at a time, one for each multiprocessor of the largest Hopper.
+    """
 
     dtype: str = "bf16"
     reason: str = "merges what the decode kernel cut; rows that weren't cut are left alone"
 
     cluster: ClassVar[int] = 1
-    rows: ClassVar[int] = 4  # of a CTA, a warp each
-    threads: ClassVar[int] = 128
-    shared_bytes: ClassVar[int] = 0
+    parts: ClassVar[int] = 4  # of a row
+    warps: ClassVar[int] = 16
+    alone: ClassVar[tuple[int, ...]] = (4, 8, 16)  # pieces that a warp merges by itself: a path for up to so many each
+    ahead: ClassVar[int] = 8  # of them in flight
+    loads: ClassVar[int] = 9  # in flight, of each warp where all merge
+    pieces: ClassVar[int] = warps * loads  # that a row may have
+    lses: ClassVar[int] = -(-pieces // 32) * 32  # of a row in shared memory
+    rows: ClassVar[int] = warps // parts  # of a CTA at a time
+    threads: ClassVar[int] = 32 * warps
+    per_multiprocessor: ClassVar[int] = 2
+
+    # Of shared memory: each warp's sums over 128 columns and its sum of weights; LSEs of a row's pieces; pieces of each
+    # of the CTA's next quarter rows, and for each warp a bit a lane where they are more than it takes alone.
+    memory: ClassVar[dict[str, int]] = {
+        "sums": warps * 128 * 4,
+        "totals": warps * 4,
+        "lse": lses * 4,
+        "counts": threads * 4,
+        "many": warps * 4,
+    }
+    shared_bytes: ClassVar[int] = sum(memory.values())
+
+    def place(self, name: str) -> int:
+        """Byte at which a part of the memory lies."""
+        names = list(self.memory)
+        return sum(self.memory[before] for before in names[: names.index(name)])
+
+    # Who has what; each takes ints or values of the DSL.
+
+    def quarter(self, first: Any, warp: Any, lane: Any, ctas: Any) -> Any:
+        """The quarter row that a lane looks at, of the CTA's next `threads`: neighbours go to other CTAs and warps."""
+        return first + (lane * self.warps + warp) * ctas
+
+    def row(self, quarter: Any) -> Any:
+        return quarter >> (self.parts.bit_length() - 1)
+
+    def column(self, quarter: Any, lane: Any) -> Any:
+        """The first of a lane's four columns."""
+        return (quarter & (self.parts - 1)) * 128 + lane * 4
+
+    def piece(self, first: Any, step: int, number: Any) -> Any:
+        """A warp's pieces: from 0 on, every one, where it is alone; from its own number on, every 16th, where not."""
+        return first + number * step
 
     @property
     def name(self) -> str:

@@ -49,12 +49,11 @@ class Notes:
 
     found  [8]   first segment's request, row tile, first unit, -; share, whole, one_each, -
     warp   [16]  request, row tile, first unit, items; units, row tiles, piece, pieces;
-                 first key, kv_len, kept, tiles; fill, the consumer's (number_at), -, -
+                 first key, kv_len, kept, tiles; fill, -, -, -
     """
 
     def __init__(self, found: Any, warp: Any) -> None:
         self.found, self.warp = found, warp
-        self.number_at = warp + 52
 
 
 def read_request(lengths: Lengths, index: Any) -> Request:
@@ -86,7 +85,7 @@ def find_share(
         units = schedule.units_of(request.kv_len)
         total += row_tiles * units
         segments += row_tiles
-        longest = schedule.larger(longest, units)
+        longest = schedule.larger(longest, Int32(row_tiles > 0) * units)
     total = cute.arch.warp_redux_sync(total, "add")
     segments = cute.arch.warp_redux_sync(segments, "add")
     longest = cute.arch.warp_redux_sync(longest, "max")

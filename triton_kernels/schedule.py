@@ -30,7 +30,7 @@ _BLOCKS = (256, 1024, 4096)  # requests of one build, with the one that stands f
 _PIECES = 256  # records of a program
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """`rows`, `keys`: the tile that it was made for; `slots`: partial tiles of rows that it may fill."""
 

@@ -88,9 +88,9 @@ def test_no_two_rows_look_alike() -> None:
     assert {made["executor"] for made in rows} == {"triton", "cutlass"}
 
 
-@pytest.mark.parametrize(("heads", "contender", "microseconds"), [(16, "fp16", 84.6), (128, "fp8x2", 172.2)])
+@pytest.mark.parametrize(("heads", "contender", "microseconds"), [(16, "fp16", 97.9), (128, "fp8x2", 269.7)])
 def test_steps_are_those_that_the_kernels_page_states(heads: int, contender: str, microseconds: float) -> None:
-    """docs/kernels/decode_sm90.md: B=128, kv 4096 on an H200."""
+    """docs/kernels/decode_sm90.md: B=128, kv 4096 on an H200; here with the launch of a merge that finds nothing."""
     rows = step_rows(Case(FLAGSHIP, heads, 128, 4096), H200, compile_table(TRITON_TABLE), compile_table(CUTLASS_TABLE))
     found = {made.contender: made for made in rows}
     assert found[f"pagedmla cutlass {contender}"].microseconds == pytest.approx(microseconds, abs=0.1)

@@ -1,7 +1,7 @@
 """Every variant that may be chosen compiles for sm_90a, and its instructions are the ones it was designed to spend.
 
 Needs the DSL and no GPU: what it generates is compiled and disassembled here, never run. Counts of instructions are of
-one trip of a consumer, which covers two tiles of keys; a loop inside it runs LATENT / SCORE_CHUNK times.
+one trip of a consumer, which covers two tiles of keys; a loop inside it runs SCORE_TRIPS times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import pytest
 
 from pagedmla.cutlass_kernels import arguments, build, resources, time_model
-from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, KEYS, LATENT, SCORE_CHUNK, SHARED_BYTES
+from pagedmla.cutlass_kernels.compile import find_trip
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, KEYS, SCORE_TRIPS, SHARED_BYTES
 from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
 from pagedmla.hardware import sass
 from pagedmla.hardware.cost import H200
@@ -34,15 +35,12 @@ def tensor_instructions(code: Sequence[Instruction], loop: Loop) -> list[str]:
 
 
 def trip_of_consumer(code: Sequence[Instruction]) -> tuple[Loop, list[Loop], list[Loop]]:
-    """The smallest loop that holds all tensor instructions; loops in it that hold some, and that hold none."""
-    loops = natural_loops(code)
-    most = max(len(tensor_instructions(code, loop)) for loop in loops)
-    trip = min(
-        (loop for loop in loops if len(tensor_instructions(code, loop)) == most), key=lambda loop: len(loop.body)
-    )
-    inside = [loop for loop in loops if set(loop.body) < set(trip.body)]
-    inner = [loop for loop in inside if tensor_instructions(code, loop)]
-    return trip, inner, [loop for loop in inside if not tensor_instructions(code, loop)]
+    """A consumer's loop; loops in it that hold tensor instructions, and those that hold none."""
+    found = find_trip(code)
+    assert found is not None
+    trip, inner = found
+    inside = [loop for loop in natural_loops(code) if set(loop.body) < set(trip.body)]
+    return trip, inner, [loop for loop in inside if loop not in inner]
 
 
 def executed(code: Sequence[Instruction], variant: Variant) -> tuple[int, int]:
@@ -51,7 +49,7 @@ def executed(code: Sequence[Instruction], variant: Variant) -> tuple[int, int]:
     A usual trip rescales no O, masks no key and clears no value: these happen in branches (and loops) of their own.
     """
     trip, inner, idle = trip_of_consumer(code)
-    every = len(trip.body) + (LATENT // SCORE_CHUNK - 1) * sum(len(loop.body) for loop in inner)
+    every = len(trip.body) + (SCORE_TRIPS - 1) * sum(len(loop.body) for loop in inner)
     return every, every - time_model.rare_instructions(variant.shape) - sum(len(loop.body) for loop in idle)
 
 
@@ -65,6 +63,8 @@ def test_decode(variant: Variant) -> None:
     assert "cutlass" not in entries[0]  # ptxas treats names with that word differently
     assert f".reqntid {variant.threads}, 1, 1" in built.ptx
     assert parameter_sizes(built.ptx) == [arguments.SIZES[each.kind] for each in arguments.DECODE]
+    assert "griddepcontrol.launch_dependents" in built.ptx  # for the merge, which waits for the end of this one
+    assert "griddepcontrol.wait" not in built.ptx  # its own launch waits for all before it
 
     used = resources.read_resources(built.cubin)
     assert used.registers <= variant.protocol.launch_registers
@@ -76,14 +76,15 @@ def test_decode(variant: Variant) -> None:
     trip, inner, _ = trip_of_consumer(code)
     opcodes = tensor_instructions(code, trip)
     for loop in inner:
-        opcodes += (LATENT // SCORE_CHUNK - 1) * tensor_instructions(code, loop)
+        opcodes += (SCORE_TRIPS - 1) * tensor_instructions(code, loop)
     fp8 = sum(opcode.startswith("QGMMA") for opcode in opcodes)
     half = sum(opcode.startswith("HGMMA") for opcode in opcodes)
     if shape.precision == "fp8":
-        rope = 0 if shape.rope != "e4m3" else 2 * shape.terms
+        products = shape.terms // shape.stacked  # of K with Q: stacked terms take one
+        rope = 0 if shape.rope != "e4m3" else 2 * products
         parts = max(shape.rows // 32, 1)
-        assert fp8 == 16 * shape.terms + rope + 2 * COLUMN_TILES * (KEYS // 32) * parts
-        assert half == (0 if shape.rope == "e4m3" else 4)
+        assert fp8 == 16 * products + rope + 2 * COLUMN_TILES * (KEYS // 32) * parts
+        assert half == (0 if shape.rope == "e4m3" else 4 * shape.rope_parts)
     else:
         assert fp8 == 0
         assert half == 32 + 4 + 2 * COLUMN_TILES * (KEYS // 16)
@@ -109,8 +110,62 @@ def test_combine(variant: CombineVariant) -> None:
     built = compiled(variant)
     assert f".reqntid {variant.threads}, 1, 1" in built.ptx
     assert parameter_sizes(built.ptx) == [arguments.SIZES[each.kind] for each in arguments.COMBINE]
-    assert built.ptx.index("griddepcontrol.wait") < built.ptx.index("ld.global")
-    assert resources.read_resources(built.cubin).stack == 0
+    used = resources.read_resources(built.cubin)
+    code = sass.parse(resources.disassemble(built.cubin))
+    assert used.stack == sass.spill_words(code) == 0
+    # Two CTAs a multiprocessor, never three: those that start early would crowd where decode ends first.
+    assert 65536 // (variant.threads * -(-used.registers // 8) * 8) == variant.per_multiprocessor
+    # Each wait is a way to L2 and back: 16-byte loads before it. The path for up to 16 pieces waits twice.
+    assert sorted(loads_in_flight(code)) == [4, 8, 8, 8, 9]
+    assert (variant.alone, variant.ahead, variant.loads) == ((4, 8, 16), 8, 9)
+    assert variant.warps * variant.loads >= time_model.SMS  # a row in 132 pieces: one way
+
+
+@pytest.mark.parametrize("variant", COMBINES, ids=lambda variant: variant.name)
+def test_the_merge_reads_nothing_and_ends_nowhere_before_decode_has_ended(variant: CombineVariant) -> None:
+    """Kernels behind the merge wait for the merge alone. It may run while decode writes, so nothing that decode writes
+    is read-only memory to it: ld.global.nc may give what L1 held before."""
+    built = compiled(variant)
+    assert ".nc" not in built.ptx
+    opcodes = [each.opcode for each in sass.parse(resources.disassemble(built.cubin))]
+    waits = [i for i, opcode in enumerate(opcodes) if opcode.startswith("ACQBULK")]
+    others = [i for i, opcode in enumerate(opcodes) if re.match("LDG|STG|EXIT|BRA|BAR", opcode)]
+    assert len(waits) == 1
+    assert waits[0] < others[0]  # no branch goes round it
+    loads = [opcode for opcode in opcodes if opcode.startswith("LDG")]
+    assert loads
+    assert all("STRONG.GPU" in opcode and "CONSTANT" not in opcode for opcode in loads)  # past L1
+
+
+def loads_in_flight(code: Sequence[Instruction]) -> list[int]:
+    """Of each run of 16-byte loads from global memory: how many are on their way when one is first waited for."""
+    runs, pending, wide = [], set[int](), 0
+    for each in code:
+        operands = each.text.partition(each.opcode)[2]
+        registers = [int(number) for number in re.findall(r"\bR(\d+)\b", operands)]
+        if each.opcode.startswith("LDG"):
+            pending.update(range(registers[0], registers[0] + (4 if ".128" in each.opcode else 1)))
+            wide += ".128" in each.opcode
+            continue
+        reads = registers if re.match("ST|[FI]SETP", each.opcode) else registers[1:]  # the first is what it writes
+        if pending.intersection(reads):
+            runs += [wide] if wide else []
+            pending, wide = set(), 0
+    return runs
+
+
+def test_loads_in_flight_are_counted_up_to_the_first_wait() -> None:
+    listing = """
+        /*0000*/                   LDG.E.STRONG.GPU R3, desc[UR8][R8.64] ;
+        /*0010*/                   LDG.E.128.STRONG.GPU R12, desc[UR8][R10.64] ;
+        /*0020*/               @P0 LDG.E.128.STRONG.GPU R16, desc[UR8][R10.64+0x10] ;
+        /*0030*/                   IADD3 R10, R10, R9, RZ ;
+        /*0040*/                   SHFL.BFLY PT, R4, R3, 0x8, 0x1f ;
+        /*0050*/                   LDG.E.128.STRONG.GPU R20, desc[UR8][R10.64] ;
+        /*0060*/                   FFMA R0, R4, R23, R0 ;
+        /*0070*/                   EXIT ;
+    """
+    assert loads_in_flight(sass.parse(listing)) == [2, 1]
 
 
 def parameter_sizes(ptx: str) -> list[int]:

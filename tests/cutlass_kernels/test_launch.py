@@ -46,7 +46,7 @@ def stand_in(name, **changes):
 
 def make_launcher(recorder, variant, streams=lambda: 7):
     decode = stand_in("decode", cluster=variant.cluster, rows=variant.rows)
-    combine = stand_in("combine", threads=128, shared_bytes=64, rows=4, may_start_early=True)
+    combine = stand_in("combine", threads=512, shared_bytes=11_008, rows=4, may_start_early=True)
     return DecodeLauncher(variant, recorder, 3, decode, combine, streams)
 
 
@@ -148,12 +148,36 @@ def test_cut_requests_are_merged_on_the_same_stream(recorder):
     assert [launch.function for launch in recorder.launches] == ["decode_0 of module 1", "combine_0 of module 2"]
     assert {launch.stream for launch in recorder.launches} == {7}
     merge = recorder.launches[1]
-    assert merge.shape.grid == 12  # 48 rows, 4 a CTA
+    assert (merge.shape.grid, merge.shape.threads, merge.shape.shared_bytes) == (4 * 48, 512, 11_008)
     assert merge.shape.may_start_early
     got = unpacked(merge.parameters, COMBINE)
     assert (got["rows"], got["heads"]) == (48, 16)
     assert got["partial_out"] == step["workspace"].partial_out.data_ptr()
     assert got["out"] == step["out"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("requests", "heads", "ctas"),
+    [(1, 16, 64), (32, 16, 264), (128, 16, 264), (2, 128, 264), (1, 66, 264), (1, 65, 260)],
+)
+def test_the_merge_has_a_cta_a_quarter_row_and_no_more_than_two_a_multiprocessor(recorder, requests, heads, ctas):
+    """A merge of 4,096 CTAs, most of which found nothing to do, cost 25 us on an H200."""
+    make_launcher(recorder, variant_of())(**make_step(variant_of(), requests, heads, num_partitions=2))
+    assert recorder.launches[1].shape.grid == ctas
+
+
+def test_the_merge_starts_early_and_decode_does_not(recorder):
+    """Only the merge waits by itself for the kernel before it: decode, launched so, would overtake the store."""
+    launch = make_launcher(recorder, variant_of())
+    launch(**make_step(variant_of(), num_partitions=2))
+    assert [each.shape.may_start_early for each in recorder.launches] == [False, True]
+
+
+def test_no_row_gets_more_pieces_than_a_merge_holds(recorder):
+    """144 of them: a larger bound would let a merge drop what its warps have no load for."""
+    step = make_step(variant_of(), batch=1, heads=1, num_partitions=1000)
+    make_launcher(recorder, variant_of())(**step)
+    assert unpacked(recorder.launches[0].parameters, DECODE)["partitions"] == 144
 
 
 def test_one_partition_needs_no_merge(recorder):

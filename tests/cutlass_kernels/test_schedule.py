@@ -72,6 +72,15 @@ def test_equal_requests_that_fill_the_gpu_stay_whole() -> None:
     assert [pieces for pieces in given_out if pieces] == [[(b, 0, 64, 0, 1)] for b in range(128)]
 
 
+def test_equal_requests_are_dealt_out_whole_to_fewer_workers() -> None:
+    """128 heads: 128 requests on 66 clusters are two each, 3 % over an even share; they were cut, and 25 us merged."""
+    whole = assign([64] * 128, 66, 8)
+    assert max(len(pieces) for pieces in whole) == 2
+    assert all(count == 1 for pieces in whole for *_, count in pieces)
+    cut = assign([64] * 127 + [63], 66, 8)
+    assert any(count > 1 for pieces in cut for *_, count in pieces)
+
+
 def test_one_partition_never_cuts() -> None:
     given_out = assign([2048, 1, 1, 64], 3, 1)
     assert sorted(piece for pieces in given_out for piece in pieces) == [
@@ -80,6 +89,15 @@ def test_one_partition_never_cuts() -> None:
         (2, 0, 1, 0, 1),
         (3, 0, 64, 0, 1),
     ]
+
+
+@given(KV_LENS, st.integers(1, 132))
+def test_whole_segments_are_spread_evenly(kv_lens: list[int], workers: int) -> None:
+    """One partition: a worker has at most an even share and what starts at its end. Shares once were as long as the
+    longest request, and of 132 workers 33 had anything to do."""
+    units = [int(schedule.units_of(kv_len)) for kv_len in kv_lens]
+    loads = [sum(end - begin for _, begin, end, _, _ in pieces) for pieces in assign(units, workers, 1)]
+    assert max(loads) <= -(-sum(units) // workers) + max(units)
 
 
 @pytest.mark.parametrize(
