@@ -14,7 +14,7 @@ JOBS ?= 2
 STEPS ?= 10000
 SEED ?= 0
 PYTEST_ARGS ?=
-# `make gpu` runs on a machine's own Python, with its torch and Triton; pytest-xdist and pytest-timeout must be there.
+# `make gpu` runs on a machine's own Python, with its torch and Triton; tests/cases/gpu_ready.py says what else it wants.
 GPU_PYTHON ?= python3
 
 SHELL := /bin/bash
@@ -36,7 +36,12 @@ COUNT = awk -v terminal="$$([ -t 2 ] && echo 1 || true)" \
   '/^Collecting / { n++; if (terminal) printf "\r%6d  %-60.60s", n, $$2 } \
    /^Installing / { printf "%s%6d packages are being installed%30s\n", terminal ? "\r" : "", n, "" } { fflush() }'
 
+# Its errors for want of a compiler are hundreds of lines, from a start that took a minute.
+HAS_COMPILER = command -v "$${CXX:-g++}" > /dev/null || { \
+  echo "vLLM's CPU build compiles C++ when it starts; found no $${CXX:-g++}. Install g++, or name another compiler in CXX." >&2; exit 1; }
+
 run: .venv-engine/.package ## serve the tiny model in the real vLLM engine, on this CPU; CACHE=fp8 and others to compare
+	@$(HAS_COMPILER)
 	$(ENGINE)/python examples/serve_tiny_model.py $(if $(CACHE),--cache $(CACHE))
 
 test: lint ## install the tests' needs, lint, type-check and run every test
@@ -90,9 +95,12 @@ bench: .venv-engine/.package ## the benchmark beside vLLM's CPU kernel, with how
 # A kernel that hangs or faults takes its process with it: xdist replaces the worker, and its test counts as failed.
 ON_GPU = PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(GPU_PYTHON) -m
 ON_GPU_PYTEST = $(ON_GPU) pytest -p no:cacheprovider --quiet --numprocesses=8 --timeout=120
-TRITON_TESTS := $(foreach name,grids mixed decode merge prefill decompress store reports,tests/triton_kernels/test_$(name).py)
+# All that launch kernels: the others build, record or interpret them.
+TRITON_TESTS := tests/plugin/test_executor_triton.py $(filter-out \
+  $(foreach name,budgets compile interpreter one_build,tests/triton_kernels/test_$(name).py),$(wildcard tests/triton_kernels/test_*.py))
 
 gpu: ## on an NVIDIA GPU: every kernel against float64 on every grid, records of what passed, the benchmark
+	@$(ON_GPU) cases.gpu_ready
 	@status=0; \
 	$(ON_GPU_PYTEST) -p cases.gpu_record --proven bench/results/proven.json \
 	  tests/gpu tests/plugin/test_executor_cutlass_gpu.py || status=$$?; \
@@ -128,6 +136,7 @@ help: ## this list
 # ahead is when it is first imported: most of it never is.
 .venv-engine/.ready: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "pagedmla needs Python 3.10 to 3.13; found neither python3.11 nor python3." >&2; exit 1; }
+	@$(HAS_COMPILER)
 	@echo "1/3  $(TORCH), in an environment of its own (.venv-engine, 3.5 GB in the end)"
 	$(PYTHON) -m venv .venv-engine
 	@$(ENGINE)/python -m pip --disable-pip-version-check install --no-compile '$(TORCH)' | $(COUNT)

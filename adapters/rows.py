@@ -14,7 +14,7 @@ from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerPools:
     """One layer's cache as pools of one layer: made once, for as long as the engine keeps the tensor.
 

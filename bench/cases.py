@@ -64,7 +64,7 @@ class Case:
         return f"{self.layout}, {self.heads} heads, {self.batch} x {self.kv_len} keys{queries}{ragged}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inputs:
     """A case on a device."""
 

@@ -70,6 +70,12 @@ def expect_same_device(anchor: Tensor, anchor_name: str, **others: Tensor | None
             refuse(name, f"a tensor on {anchor.device}, as {anchor_name}", f"one on {tensor.device}")
 
 
+def expect_memory(tensor: Tensor, name: str) -> None:
+    """Refuse a tensor of the meta device, which has a shape and no numbers: torch's own words for it name no tensor."""
+    if tensor.is_meta:
+        refuse(name, "a tensor on cpu or cuda", f"{describe(tensor)} on meta, which holds no numbers")
+
+
 def host_int(value: Tensor | int, name: str, minimum: int = 0) -> int:
     """A Python int from an int or a one-element host tensor. A device tensor is refused: reading it would sync."""
     if isinstance(value, Tensor):
@@ -86,6 +92,8 @@ def host_int(value: Tensor | int, name: str, minimum: int = 0) -> int:
 
 def expect_int(value: object, name: str, expected: str = "an int") -> int:
     """A Python int from any integer, numpy's too; no bool, and no tensor, which may lie on a device."""
+    if type(value) is int:  # as dynamo sees a number that changed: it can't ask such a one for __index__
+        return value
     if not isinstance(value, (bool, Tensor)) and hasattr(value, "__index__"):
         return operator.index(value)
     refuse(name, expected, quoted(value), error=TypeError)

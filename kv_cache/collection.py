@@ -49,7 +49,7 @@ class KVCacheStaticParams:
     is_mla: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedKVCacheCollection:
     """Every layer of a paged cache; owns no memory. Made by `generic_get_paged_cache` and `..._with_scales`.
 
@@ -115,7 +115,7 @@ class PagedKVCacheCollection:
         return layer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedKVCache:
     """One layer of K, or of V. Reads and writes go through the tables of the collection it came from."""
 

@@ -29,7 +29,7 @@ from pagedmla.kv_cache.cache_report import (
     PoolSummary,
     RequestPages,
 )
-from pagedmla.kv_cache.checks import describe, expect_int, refuse
+from pagedmla.kv_cache.checks import describe, expect_int, expect_memory, refuse
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.page_contents import PageContents, read_pages
@@ -75,6 +75,7 @@ def inspect(
     Raises ValueError and IndexError for shapes, dtypes and arguments that don't fit, never for what the cache holds.
     """
     values, layout, cache = bind_values(values, layout)
+    expect_memory(cache.blocks, "kv_blocks")
     layers = _layers(cache, layers)
     names = _names(cache, request_names)
     storage = _scale_storage(cache, layout)

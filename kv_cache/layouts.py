@@ -35,7 +35,7 @@ class QuantizedRows(NamedTuple):
     scales: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowPlanes:
     """One layer of a pool as kernels see it; every tensor is a view, and strides are whatever they are.
 

@@ -48,7 +48,7 @@ class Flaw(NamedTuple):
     slot: int
 
 
-@dataclass
+@dataclass(eq=False)
 class PageContents:
     """Of the pages given to `read_pages`, in their order.
 

@@ -27,7 +27,7 @@ def raw_view(tensor: Tensor) -> Tensor:
     return tensor.view(_RAW_DTYPES[tensor.element_size()])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedTensor:
     """A pool `[num_pages, kv_dim, num_layers, page_size, num_heads, width]` and the distance of its pages.
 

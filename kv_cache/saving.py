@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.checks import expect_memory, refuse
 from pagedmla.kv_cache.files import replacing
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, resolve_layout
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, SplitKVHeadDims, single_device
@@ -51,7 +51,7 @@ def save_cache(
     if not isinstance(dims, (SplitKVHeadDims, type(None))):
         refuse("split_head_dims", "SplitKVHeadDims or None", dims, error=TypeError)
     storages = _Storages()
-    saved = {field.name: storages.describe(getattr(values, field.name)) for field in fields(values)}
+    saved = {field.name: storages.describe(getattr(values, field.name), field.name) for field in fields(values)}
     saved["split_head_dims"] = None if dims is None else [dims.key_head_dim, dims.value_head_dim]
     described = {
         "name": layout.name,
@@ -64,7 +64,7 @@ def save_cache(
         "version": VERSION,
         "layout": described,
         "values": saved,
-        "query_start_loc": storages.describe(query_start_loc),
+        "query_start_loc": storages.describe(query_start_loc, "query_start_loc"),
         "request_names": None if request_names is None else [str(name) for name in request_names],
         "storages": storages.bytes,
     }
@@ -113,10 +113,11 @@ class _Storages:
         self.bytes: list[Tensor] = []
         self._index: dict[int, int] = {}
 
-    def describe(self, value: Any) -> Any:
+    def describe(self, value: Any, name: str) -> Any:
         """A tensor as a view into one of the storages; anything else as it is."""
         if not isinstance(value, Tensor):
             return value
+        expect_memory(value, name)
         storage = value.untyped_storage()
         index = self._index.setdefault(storage.data_ptr(), len(self.bytes))
         if index == len(self.bytes):

@@ -17,7 +17,7 @@ from pagedmla.kv_cache.tables import int64_lengths
 from pagedmla.kv_cache.validation import LivePages, live_pages, out_of_pool
 
 
-@dataclass
+@dataclass(eq=False)
 class Look:
     """What is being looked at, and what was found so far. `names` are shown where the caller gave them (`named`)."""
 

@@ -98,7 +98,7 @@ class Dispatch(NamedTuple):
     num_partitions: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVCacheInputsPerDevice:
     """The paged cache of one device for one step.
 
@@ -119,7 +119,7 @@ class KVCacheInputsPerDevice:
     mixed_step_split     [2] int32, host: how many requests, and how many of their query tokens, stand first in the step
                          and are decode rows. Our reading of a name that MAX leaves undocumented.
 
-    The four lengths and strides may be plain ints too.
+    The four lengths and strides may be plain ints too. Equal to itself alone, as tensors' memory is: compare fields.
     """
 
     kv_blocks: Any
@@ -232,7 +232,7 @@ class KVCacheInputsPerDevice:
         return iter(self.flatten(FlattenOrder.ITERATION)[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedCacheValues(KVCacheInputsPerDevice):
     """The caches of several devices as one object: a field holds one tensor a device, in a tuple.
 

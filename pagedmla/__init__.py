@@ -1,6 +1,12 @@
-"""FP8 paged multi-head latent attention (MLA) for vLLM-style engines: the public API and nothing else."""
+"""FP8 paged multi-head latent attention (MLA) for vLLM-style engines: the public API and nothing else.
 
+The names are those of `pagedmla.public`. They load, and torch with them, when the first is asked for: neither
+`pagedmla --help` nor an engine that looks for plugins waits for that.
+"""
+
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -8,56 +14,18 @@ __version__ = "0.1.0"
 if not (Path(__file__).parent / "kv_cache").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
-from pagedmla.kv_cache.cache_report import CacheReport
-from pagedmla.kv_cache.checks import DroppedStoreWarning
-from pagedmla.kv_cache.collection import (
-    KVCacheStaticParams,
-    PagedKVCache,
-    PagedKVCacheCollection,
-    generic_get_paged_cache,
-    generic_get_paged_cache_with_scales,
-)
-from pagedmla.kv_cache.convert import convert_rows
-from pagedmla.kv_cache.inspection import inspect
-from pagedmla.kv_cache.layouts import CacheLayout, QuantizedRows, get_layout, per_tensor_scale
-from pagedmla.kv_cache.page_pool import OutOfPagesError, PagePool
-from pagedmla.kv_cache.saving import load_cache, save_cache
-from pagedmla.kv_cache.values import (
-    FlattenOrder,
-    KVCacheInputsPerDevice,
-    PagedCacheValues,
-    SplitKVHeadDims,
-)
-from pagedmla.plugin.api import attend, decompress, merge_states, prefill, store
-from pagedmla.plugin.plan import Plan, plan
+if TYPE_CHECKING:
+    from pagedmla.public import *  # noqa: F403
+else:
 
-__all__ = [
-    "CacheLayout",
-    "CacheReport",
-    "DroppedStoreWarning",
-    "FlattenOrder",
-    "KVCacheInputsPerDevice",
-    "KVCacheStaticParams",
-    "OutOfPagesError",
-    "PagePool",
-    "PagedCacheValues",
-    "PagedKVCache",
-    "PagedKVCacheCollection",
-    "Plan",
-    "QuantizedRows",
-    "SplitKVHeadDims",
-    "attend",
-    "convert_rows",
-    "decompress",
-    "generic_get_paged_cache",
-    "generic_get_paged_cache_with_scales",
-    "get_layout",
-    "inspect",
-    "load_cache",
-    "merge_states",
-    "per_tensor_scale",
-    "plan",
-    "prefill",
-    "save_cache",
-    "store",
-]
+    def __getattr__(name: str) -> object:
+        if name == "__all__" or not name.startswith("__"):
+            public = import_module("pagedmla.public")  # with the subpackages, which are attributes from then on
+            if name == "__all__" or name in public.__all__:
+                globals()[name] = getattr(public, name)
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module 'pagedmla' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module("pagedmla.public").__all__})

@@ -18,6 +18,7 @@ from pagedmla.kv_cache.checks import (
     describe,
     dtype_name,
     expect_bool,
+    expect_memory,
     expect_same_device,
     expect_tensor,
     refuse,
@@ -85,6 +86,8 @@ def attend(
         check_out(out, q)
     if plan is not None and not isinstance(plan, Plan):
         refuse("plan", "a Plan, made by plan(...)", describe(plan), error=TypeError)
+    if plan is None or not plan.attend_choice.executor.only_launches:  # launches may be recorded, on any device
+        expect_memory(step.cache.blocks, "kv_blocks")
     step.check_reads(check)
     if plan is None:
         page_size, heads, precision = step.cache.page_size, int(q.shape[1]), chosen_precision()
@@ -141,6 +144,7 @@ def store(
     _check_mappings(slot_mapping, scales_slot_mapping, query_start_loc, int(latent.shape[0]))
     starts = query_start_loc if slot_mapping is None else _no_requests(values)
     step = bind_step(values, layer, layout, starts, latent, "latent", check)
+    expect_memory(step.cache.blocks, "kv_blocks")
     if scales_slot_mapping is not None and not step.layout.scales_per_token:
         refuse("scales_slot_mapping", f"None, since layout {step.layout} keeps no scale pool", scales_slot_mapping)
     for name, tensor, width in (("latent", latent, step.layout.latent), ("rope", rope, step.layout.rope)):
@@ -210,6 +214,7 @@ def prefill(
         expect_tensor(starts[name], name, [requests], START_DTYPES)
         check_starts(starts[name], name, int(tensor.shape[0]), tokens)
     expect_same_device(q, "q", k=k, v=v, **starts)
+    expect_memory(q, "q")
     if key_start_loc is None:
         check_starts(query_start_loc, "query_start_loc", int(k.shape[0]), "k")
     queries = _int32(query_start_loc)
@@ -248,6 +253,7 @@ def decompress(
     values = single_device(values)
     lengths = expect_tensor(values.cache_lengths, "cache_lengths", [None], ())
     step = bind_step(values, layer, layout, _no_requests(values), lengths, "cache_lengths")
+    expect_memory(step.cache.blocks, "kv_blocks")
     expect_tensor(starts, "starts", [step.batch], START_DTYPES)
     expect_tensor(key_start_loc, "key_start_loc", [step.batch + 1], START_DTYPES)
     expect_same_device(step.cache.blocks, "kv_blocks", starts=starts, key_start_loc=key_start_loc)
@@ -282,6 +288,7 @@ def merge_states(
     expect_tensor(lses, "lses", list(outs.shape[:3]), (torch.float32, torch.float64), hint)
     if lses.device != outs.device:
         refuse("lses", f"a tensor on {outs.device}, as outs", f"one on {lses.device}")
+    expect_memory(outs, "outs")
     if lses.device.type == "cpu":
         bad = (lses == torch.inf) | lses.isnan()
         if bool(bad.any()):

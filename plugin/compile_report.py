@@ -22,6 +22,7 @@ _COSTS = (
     ("warp_instructions_per_token", "instr/token"),
     ("bytes_per_token", "bytes/token"),
 )
+CUTLASS_FAMILIES = ("decode", "merge")
 _WIDTH = 130  # of the table at least: cut to 80 columns it says nothing
 
 
@@ -39,12 +40,13 @@ def compile_triton(
     ValueError for a target that isn't known, or where nothing is left to build; OSError for what can't be written.
     """
     from pagedmla.hardware.targets import TARGETS, find_target
+    from pagedmla.triton_kernels import KERNELS
     from pagedmla.triton_kernels.compile import all_variants, compile_all
 
     names = [find_target(name).name for name in targets or TARGETS]
+    _check_names("only", kernels, KERNELS)
+    _check_names("layout", layouts, tuple(LAYOUTS))
     variants = all_variants()
-    _check_names("only", kernels, {variant.kernel for variant in variants})
-    _check_names("layout", layouts, set(LAYOUTS))
     wanted = [
         variant
         for variant in variants
@@ -79,11 +81,11 @@ def compile_cutlass(
         if find_target(target).name != only:
             refuse("target", f"{only}, which the CUTLASS kernels are for", quoted(target))
     named = {variant.name for variant in VARIANTS} | {variant.name for variant in COMBINES}
-    _check_names("only", [name for name in kernels or () if name not in named], {"decode", "merge"}, " or a variant")
-    _check_names("layout", layouts, set(LAYOUTS))
+    _check_names("only", [name for name in kernels or () if name not in named], CUTLASS_FAMILIES, " or a variant")
+    _check_names("layout", layouts, tuple(LAYOUTS))
     decodes = [variant for variant in VARIANTS if not layouts or variant.layout in layouts]
     families: dict[str, Sequence[Variant | CombineVariant]]
-    families = {"decode": decodes, "merge": () if layouts else COMBINES}
+    families = dict(zip(CUTLASS_FAMILIES, (decodes, () if layouts else COMBINES), strict=True))
     wanted = [
         variant
         for family, variants in families.items()
@@ -96,11 +98,11 @@ def compile_cutlass(
     return _build(len(wanted), lambda on_row: compile_all(wanted, cache=cache, on_row=on_row), out, json_file)
 
 
-def _check_names(option: str, given: Sequence[str] | None, known: set[str], more: str = "") -> None:
+def _check_names(option: str, given: Sequence[str] | None, known: Sequence[str], more: str = "") -> None:
     """A name that selects nothing is a slip, also among others that do."""
     for name in given or ():
         if name not in known:
-            refuse(option, f"one of {', '.join(sorted(known))}{more}", quoted(name))
+            refuse(option, f"one of {', '.join(known)}{more}", quoted(name))
 
 
 def _nothing(kernels: Sequence[str] | None, layouts: Sequence[str] | None) -> ValueError:

@@ -42,7 +42,7 @@ HOPPER = (9, 0)
 _ALLOW_UNPROVEN = "PAGEDMLA_ALLOW_UNPROVEN"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pieces(PartialStates):
     """Room for the pieces of cut rows, and for Triton's; `pieces [rows]` int32: how many a row was cut into."""
 

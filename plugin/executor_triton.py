@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ROWS_A_BLOCK = 64  # at most
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PartialStates(Workspace):
     """Room for the states of so many rows of cut tiles: `partial_lse [rows]`, `partial_out [rows, latent]`."""
 
@@ -51,7 +51,7 @@ class TritonExecutor(Executor):
     only_launches = True
 
     def refusal(self, configuration: Configuration) -> str | None:
-        if find_spec("triton") is None:
+        if not _has_triton():
             return "triton isn't installed: pip install pagedmla[triton]"
         if configuration.device.type not in ("cpu", "cuda"):
             return f"Triton kernels run on cuda and cpu devices, not on {configuration.device.type}"
@@ -198,6 +198,12 @@ class TritonExecutor(Executor):
         from pagedmla.triton_kernels.merge import merge
 
         merge(outs, lses.to(torch.float32), out, lse)
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    """Looked for once: every automatic choice asks, and where Triton isn't loaded it is a walk over sys.path."""
+    return find_spec("triton") is not None
 
 
 @lru_cache

@@ -53,7 +53,7 @@ class Capacity:
     max_cache_length: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workspace:
     """Scratch for the parts of a split: `partial_lse [S, max_tokens, H]` float32, the LSE of each part."""
 
@@ -72,7 +72,7 @@ class Schedule(Protocol):
         """What its launches of a layer are handed of it, by name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttendOptions:
     sm_scale: float
     causal: bool

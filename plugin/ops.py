@@ -122,7 +122,11 @@ def _flattened(values: KVCacheInputsPerDevice) -> tuple[Tensor, Tensor | None, t
     fields = {name: _as_tensor(getattr(given, name), name) for name in _FIELDS}
     scales, sigma = given.kv_scales, None
     if isinstance(scales, Tensor) and scales.dim() == 6 and scales.stride(0) == 0 and scales.stride(3) == 0:
-        sigma = scales[0, 0, : 1 if scales.stride(2) == 0 else None, 0, 0, 0]
+        layers = 1 if scales.stride(2) == 0 else scales.shape[2]
+        if scales.shape[0]:
+            sigma = scales[0, 0, :layers, 0, 0, 0]
+        else:  # no page to find it in, but it is there: `per_tensor_scale` of a pool without pages
+            sigma = scales.as_strided((layers,), (scales.stride(2),))
         scales = fields["scales_page_stride"] = None
     return (
         _bytes(given.kv_blocks, "kv_blocks", torch.float8_e4m3fn),

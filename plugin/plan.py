@@ -50,7 +50,7 @@ class StepSummary:
     num_partitions: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Made by `plan(...)`; see there for the fields."""
 
@@ -260,6 +260,7 @@ def plan(
     num_partitions: int | None = None,
     executor: str = AUTO,
     precision: str = AUTO,
+    _memory: bool = True,  # False: see `outline`
 ) -> Plan:
     """Fix everything about a series of steps but their lengths and tables.
 
@@ -278,45 +279,6 @@ def plan(
 
     Raises ValueError for capacities below 1 and for what no executor can run, TypeError for what isn't of its kind.
     """
-    return _make_plan(
-        layout=layout,
-        num_heads=num_heads,
-        page_size=page_size,
-        max_batch=max_batch,
-        max_tokens=max_tokens,
-        max_cache_length=max_cache_length,
-        dtype=dtype,
-        device=device,
-        sm_scale=sm_scale,
-        causal=causal,
-        num_partitions=num_partitions,
-        executor=executor,
-        precision=precision,
-    )
-
-
-def outline(**configuration: Any) -> Plan:
-    """What `plan` makes of the same arguments, without its memory: to be explained, here or for a device that isn't."""
-    return _make_plan(**configuration, workspace_device=torch.device("meta"))
-
-
-def _make_plan(
-    *,
-    layout: CacheLayout | str,
-    num_heads: int,
-    page_size: int,
-    max_batch: int,
-    max_tokens: int,
-    max_cache_length: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    sm_scale: float,
-    causal: bool = True,
-    num_partitions: int | None = None,
-    executor: str = AUTO,
-    precision: str = AUTO,
-    workspace_device: torch.device | None = None,
-) -> Plan:
     if isinstance(layout, str):
         layout = get_layout(layout)
     if not isinstance(layout, CacheLayout):
@@ -339,13 +301,13 @@ def _make_plan(
     precision = chosen_precision(precision)
     configuration = Configuration("attend", device, layout, num_heads, page_size, dtype, precision)
     capacity = Capacity(max_batch, max_tokens, max_cache_length)
-    attend_choice = choose(configuration, executor, capacity if workspace_device is None else None)
+    attend_choice = choose(configuration, executor, capacity if _memory else None)
     store_choice = choose(replace(configuration, operation="store"), executor)
     if num_partitions is not None:
         num_partitions = useful_partitions(num_partitions, max_cache_length, page_size)
     most_partitions = num_partitions or attend_choice.executor.partitions(configuration, capacity, 1, 1)
-    workspace_on = replace(configuration, device=workspace_device or device)
-    workspace = attend_choice.executor.workspace(workspace_on, capacity, most_partitions)
+    on = configuration if _memory else replace(configuration, device=torch.device("meta"))
+    workspace = attend_choice.executor.workspace(on, capacity, most_partitions)
     return Plan(
         layout=layout,
         num_heads=num_heads,
@@ -355,7 +317,7 @@ def _make_plan(
         max_cache_length=max_cache_length,
         dtype=dtype,
         # torch.device("cuda") is the current one; the tensors of a step name theirs by number
-        device=device if workspace_device is not None else workspace.partial_lse.device,
+        device=workspace.partial_lse.device if _memory else device,
         sm_scale=sm_scale,
         causal=causal,
         num_partitions=num_partitions,
@@ -365,6 +327,11 @@ def _make_plan(
         workspace=workspace,
         precision=precision,
     )
+
+
+def outline(**configuration: Any) -> Plan:
+    """What `plan` makes of the same arguments, without its memory: to be explained, here or for a device that isn't."""
+    return plan(**configuration, _memory=False)
 
 
 def _with_host_tables(

@@ -16,6 +16,7 @@ from pagedmla.kv_cache.checks import (
     checks_enabled,
     describe,
     expect_int,
+    expect_memory,
     expect_same_device,
     expect_tensor,
     host_int,
@@ -40,7 +41,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 START_DTYPES = (*INDEX_DTYPES, torch.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """The cache of one device, the layout of its rows, and which query tokens belong to which request."""
 
@@ -196,6 +197,8 @@ def bind_step(
     if not 0 <= layer < cache.num_layers:
         raise IndexError(f"layer: {layer} is out of range for a cache of {cache.num_layers} layers")
     expect_same_device(cache.blocks, "kv_blocks", **{tokens_name: tokens})
+    if checks_enabled(check):  # values are read here already
+        expect_memory(cache.blocks, "kv_blocks")
     batch, num_tokens = int(cache.cache_lengths.shape[0]), int(tokens.shape[0])
     one_token_each = query_start_loc is None
     if query_start_loc is None:

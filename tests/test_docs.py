@@ -27,13 +27,17 @@ def ids(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
     """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
@@ -46,7 +50,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_links(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
@@ -80,3 +84,25 @@ def test_commands(page: Path, tmp_path: Path) -> None:
                 continue
             done = run(["-c", COMMAND, *shlex.split(command)[1:]], tmp_path)
             assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_names_that_pages_use_are_there() -> None:
+    """`pagedmla.plan`, `pagedmla.bench.hopper`: each is an attribute or a module."""
+    names = sorted({name.rstrip(".") for page in PAGES for name in re.findall(r"\bpagedmla(?:\.\w+)+", text(page))})
+    assert len(names) > 10
+    code = (
+        "import pkgutil\n"
+        f"for name in {names}:\n"
+        "    pkgutil.resolve_name(name)  # ImportError or AttributeError names it\n"
+    )
+    done = run(["-c", code], ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings_are_all_told_and_all_there() -> None:
+    """A variable that no page has can't be found by who needs it; one that no module reads does nothing."""
+    sources = [path for top in ROOT.glob("*/__init__.py") for path in top.parent.rglob("*.py")]
+    pattern = r"\bPAGEDMLA_[A-Z_]+\b"
+    read = {name for path in sources for name in re.findall(pattern, text(path))}
+    told = {name for page in PAGES for name in re.findall(pattern, text(page))}
+    assert read == told

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "bench": PLUGIN | {"bench"},
 }
 
-COMMAND_LINE = "plugin/cli.py"
+COMMAND_LINE = "plugin/commands/bench.py"
 
 # Other projects, beside the standard library: what runs on import, and what a function may load when it is called.
 ON_IMPORT = {"kv_cache": {"torch"}, "reference": {"torch"}, FACE: {"torch"}}

@@ -139,7 +139,7 @@ def test_wheel_metadata(contents: dict[str, bytes], metadata: Message) -> None:
     entry_points = contents[f"pagedmla-{VERSION}.dist-info/entry_points.txt"].decode()
     assert entry_points.split("\n") == [
         "[console_scripts]",
-        "pagedmla = pagedmla.plugin.cli:main",
+        "pagedmla = pagedmla.__main__:main",
         "",
         "[sglang.srt.plugins]",
         "pagedmla = pagedmla.plugin.sglang.entry_points:register",
@@ -199,3 +199,28 @@ def test_importing_loads_nothing_heavy(statement: str) -> None:
         f"print(sorted({{name.split('.')[0] for name in sys.modules.keys() - before}} & set({HEAVY})))\n"
     )
     assert python(code, ROOT) == "[]"
+
+
+def test_the_face_waits_for_torch() -> None:
+    """`pagedmla --help` took seconds, and so did an engine's search for plugins. All names are there all the same."""
+    code = (
+        "import sys, pagedmla, pagedmla.__main__, pagedmla.plugin.cli\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))\n"
+        "assert not hasattr(pagedmla, '__wrapped__') and 'torch' not in sys.modules  # as inspect looks for\n"
+        "assert not hasattr(pagedmla, 'nonsense')\n"
+        "assert set(pagedmla.__all__) <= set(dir(pagedmla))\n"
+        "assert all(getattr(pagedmla, name) is pagedmla.__dict__[name] for name in pagedmla.__all__)\n"
+        "assert pagedmla.kv_cache.__name__ == 'pagedmla.kv_cache'  # as `import pagedmla` always brought it\n"
+    )
+    assert python(code, ROOT) == "[]"
+
+
+def test_the_command_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pagedmla", "--version"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, f"pagedmla {VERSION}\n")

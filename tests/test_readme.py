@@ -37,7 +37,7 @@ def test_the_example(tmp_path: Path) -> None:
 
 def test_the_commands(tmp_path: Path) -> None:
     lines = [line for block in code_blocks("sh") for line in block.splitlines() if line.startswith("pagedmla ")]
-    assert [line.split()[1] for line in lines] == ["demo", "inspect", "explain", "compile", "bench"]
+    assert [line.split()[1] for line in lines] == ["demo", "demo", "inspect", "explain", "compile", "bench"]
     for line in lines:
         done = run(["-c", COMMAND, *shlex.split(line, comments=True)[1:]], tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

@@ -28,7 +28,7 @@ _POINTERS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recorded:
     """One launch: the kernel, its grid, and its arguments by position and by keyword (constants and options)."""
 

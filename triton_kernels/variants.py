@@ -17,6 +17,7 @@ from torch import Tensor
 from pagedmla.hardware.targets import TARGETS, Target
 from pagedmla.kv_cache.layouts import CacheLayout, RowPlanes, get_layout
 from pagedmla.kv_cache.paged_tensor import PagedTensor
+from pagedmla.triton_kernels import KERNELS
 from pagedmla.triton_kernels.recording import record, specialise
 
 LAYOUTS = (
@@ -237,6 +238,7 @@ def _variant(
 ) -> Variant:
     """Launch number `launch` of `call`. `rows` and `tokens` name the constants that say what a program covers; None:
     one row, and no walk over tokens."""
+    assert kernel in KERNELS, f"{kernel} is not among KERNELS, which users choose from"
     launched = record(call, target)[launch]
     types = specialise(launched)
     options = dict(types.options)

@@ -446,6 +446,47 @@ def test_nothing_is_read_from_a_device() -> None:
     assert bound.values.dispatch(bound.max_query_length()).num_partitions == 4
 
 
+@pytest.mark.parametrize("executor", ["auto", "torch", "reference", "triton", "cutlass-model", "cutlass"])
+def test_tensors_without_numbers_are_refused_by_every_call(step: Step, executor: str, tmp_path: Path) -> None:
+    """The meta device ended in NotImplementedError from within torch, once in a file that held nothing."""
+    names = ("kv_blocks", "kv_scales", "cache_lengths", "lookup_table", "scales_lookup_table")
+    values = with_values(step, **{name: getattr(step.values, name).to(META) for name in names}).values
+    starts, q = step.query_start_loc.to(META), step.q.to(META)
+    latent, rope, slots = torch.ones(3, 512, device=META), torch.ones(3, 64, device=META), torch.arange(3, device=META)
+    where = {"values": values, "executor": executor}
+    keys = torch.ones(3, 2, 64, device=META)
+    no_blocks = r"^kv_blocks: expected a tensor on cpu or cuda; got \[.*\] float8_e4m3fn on meta, which holds no "
+    for check in (None, True):
+        with pytest.raises(ValueError, match=no_blocks):
+            attend(step, q=q, query_start_loc=starts, check=check, **where)
+        with pytest.raises(ValueError, match=no_blocks):
+            store(step, latent=latent, rope=rope, query_start_loc=starts, check=check, **where)
+        with pytest.raises(ValueError, match=no_blocks):
+            store(step, latent=latent, rope=rope, query_start_loc=None, slot_mapping=slots, check=check, **where)
+        with pytest.raises(ValueError, match=no_blocks):
+            pagedmla.decompress(
+                layer=0, layout=step.layout, starts=starts[:2], key_start_loc=starts, out=q[:, 0], check=check, **where
+            )
+    if executor in ("auto", "torch"):  # the only one that a plan takes there
+        plan = pagedmla.plan(
+            layout=step.layout, num_heads=2, page_size=4, max_batch=2, max_tokens=3, max_cache_length=8, dtype=q.dtype,
+            device=META, sm_scale=step.sm_scale, executor=executor,
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=no_blocks):
+            attend(step, q=q, query_start_loc=starts, plan=plan, values=values)
+    with pytest.raises(ValueError, match=r"^q: expected a tensor on cpu or cuda; got \[3, 2, 64\] float32 on meta"):
+        pagedmla.prefill(keys, keys, keys, sm_scale=1.0, query_start_loc=starts, executor=executor)
+    with pytest.raises(
+        ValueError, match=r"^outs: expected a tensor on cpu or cuda; got \[1, 3, 2, 64\] float32 on meta"
+    ):
+        pagedmla.merge_states([keys], [keys[..., 0]], executor=executor)
+    with pytest.raises(ValueError, match=no_blocks):
+        pagedmla.inspect(values, layout=step.layout)
+    with pytest.raises(ValueError, match=no_blocks):
+        pagedmla.save_cache(tmp_path / "cache.pt", values, step.layout, starts)
+    assert not any(tmp_path.iterdir())
+
+
 # -- found by a review -------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,24 @@ def test_help_has_examples(command: str) -> None:
     assert f"pagedmla {command}" in words(result)
 
 
+def test_help_names_what_there_is() -> None:
+    """`compile --help` offered six of the ten kernels: the names are those of the lists that refusals quote."""
+    from pagedmla.hardware.targets import TARGETS
+    from pagedmla.kv_cache.layouts import LAYOUTS
+    from pagedmla.triton_kernels.variants import KERNELS, variants
+
+    assert {variant.kernel for variant in variants()} == set(KERNELS)
+    for command, names in (
+        ("compile", (*KERNELS, *TARGETS, *LAYOUTS, "decode, merge, or a variant's name")),
+        ("explain", (*LAYOUTS, "cutlass-model", "fp8x2")),
+        ("demo", tuple(LAYOUTS)),
+        ("bench", tuple(LAYOUTS)),
+    ):
+        told = words(run(command, "--help"))
+        assert [name for name in names if name not in told] == []
+        assert "{" not in told
+
+
 def test_help_lists_the_commands() -> None:
     for arguments in (["--help"], []):
         output = run(*arguments).output
@@ -192,16 +211,60 @@ def test_help_lists_the_commands() -> None:
 
 def test_the_installed_entry_point_is_named_pagedmla() -> None:
     """`main` is what the wheel's script calls: it names itself, and its exit code is the process's."""
-    code = "import sys; from pagedmla.plugin.cli import main; sys.argv[1:] = ['inspect']; main()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "Usage: pagedmla inspect" in done.stderr
+    code = "import sys; from pagedmla.__main__ import main; sys.argv[1:] = ['inspect']; main()"
+    for command in (["-c", code], ["-m", "pagedmla", "inspect"]):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "Usage: pagedmla inspect" in done.stderr
+
+
+SENTENCE = "pagedmla: interrupted\n"
+KILL = "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1)"
+
+
+def interrupted(tmp_path: Path, torch_source: str, ignored: bool = False) -> tuple[str, str, int]:
+    """What `python -m pagedmla demo` prints, says, and ends with, where `torch` is this module."""
+    (tmp_path / "torch.py").write_text(f"import atexit, os, signal, time\n{torch_source}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pagedmla", "demo"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) if ignored else None,
+    )
+    return done.stdout, done.stderr, done.returncode
+
+
+def test_ctrl_c_while_torch_loads(tmp_path: Path) -> None:
+    """A page of traceback from within torch; or torch caught it with what it can't import, and the command went on."""
+    assert interrupted(tmp_path, KILL) == ("", SENTENCE, 130)
+    swallows = f"try:\n    {KILL.replace(chr(10), chr(10) + '    ')}\nexcept BaseException:\n    pass"
+    assert interrupted(tmp_path, swallows) == ("", SENTENCE, 130)
+
+
+def test_ctrl_c_in_a_command(tmp_path: Path) -> None:
+    """There it is an exception, so that files are left as they were: what is registered for the end still runs."""
+    registered = "atexit.register(print, 'put away')"
+    stop = f"{registered}\ndef __getattr__(name):\n    signal.raise_signal(signal.SIGINT)"
+    assert interrupted(tmp_path, stop) == ("put away\n", SENTENCE, 130)
+
+
+def test_ctrl_c_is_left_to_whom_it_belongs(tmp_path: Path) -> None:
+    """A shell ignores it for what runs behind a script; a library may have taken it by the time a command begins."""
+    assert interrupted(tmp_path, f"{KILL}\nos._exit(7)", ignored=True) == ("", "", 7)
+    theirs = "signal.signal(signal.SIGINT, lambda *_: os._exit(8))"
+    stop = "def __getattr__(name):\n    signal.raise_signal(signal.SIGINT)"
+    assert interrupted(tmp_path, f"{theirs}\n{stop}") == ("", "", 8)
 
 
 def test_the_command_line_loads_nothing_heavy_before_it_is_asked() -> None:
+    """Nor torch: `pagedmla --help` took seconds."""
     code = (
         "import sys, pagedmla.plugin.cli\n"
-        "print(sorted({'matplotlib', 'triton', 'cutlass', 'vllm'} & {name.split('.')[0] for name in sys.modules}))"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'triton', 'cutlass', 'vllm'}\n"
+        "print(sorted(heavy & {name.split('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -259,7 +322,7 @@ def test_compile_says_why_a_target_refuses(monkeypatch: pytest.MonkeyPatch) -> N
     ("arguments", "sentence"),
     [
         (["--target", "sm_70"], "target: expected one of sm_80, sm_89, sm_90, sm_100, gfx942, gfx950; got 'sm_70'"),
-        (["--only", "sort"], "only: expected one of decode, decompress, merge, "),
+        (["--only", "sort"], "only: expected one of decode, mixed, pieces, "),
         (["--only", "merge", "--only", "decoed"], "store; got 'decoed'"),
         (["--layout", "fp8"], "got 'fp8'"),
         (["--only", "prefill", "--layout", "fp8_flat"], "nothing to build: no variant of ['prefill'] in ['fp8_flat']"),

@@ -155,9 +155,25 @@ def test_what_it_refuses(changes: dict[str, object], message: str) -> None:
 def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from pagedmla.plugin import executor_triton
 
-    monkeypatch.setattr(executor_triton, "find_spec", lambda name: None)
+    monkeypatch.setattr(executor_triton, "_has_triton", lambda: False)
     usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"))
     assert TritonExecutor().refusal(usual) == "triton isn't installed: pip install pagedmla[triton]"
+
+
+def test_triton_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every automatic choice walked over sys.path, for each layer of a step without a plan."""
+    from pagedmla.plugin import executor_triton
+
+    usual = Configuration("attend", torch.device("cpu"), get_layout("fp8_rope_bf16"))
+    looked: list[str] = []
+    monkeypatch.setattr(executor_triton, "find_spec", looked.append)
+    executor_triton._has_triton.cache_clear()
+    try:
+        for _ in range(3):
+            assert dict(choose(usual).passed_over)["triton"].startswith("triton isn't installed")
+    finally:
+        executor_triton._has_triton.cache_clear()
+    assert looked == ["triton"]
 
 
 def test_an_engine_is_not_served_by_an_executor_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +188,7 @@ def test_an_engine_is_not_served_by_an_executor_that_nobody_named(monkeypatch: p
     }  # fmt: skip
     outline(**usual, device="cuda").check_engine()
     outline(**usual, device="cpu").check_engine()
-    monkeypatch.setattr(executor_triton, "find_spec", lambda name: None)
+    monkeypatch.setattr(executor_triton, "_has_triton", lambda: False)
     made = outline(**usual, device="cuda")
     sentence = r"expected an executor that is meant to attend on cuda; got none \(.*triton: triton isn't installed.*"
     with pytest.raises(ValueError, match=sentence + "PAGEDMLA_EXECUTORS=torch takes torch all the same"):

@@ -242,3 +242,42 @@ def test_any_integer_is_a_bound() -> None:
     call: dict[str, Any] = {"query_start_loc": STARTS, "layout": layout, "sm_scale": 0.1}
     bounded = dataclasses.replace(values, max_cache_length=numpy.int64(17))
     assert_same(ops.attend(q, bounded, LAYER, **call), ops.attend(q, values, LAYER, **call))
+
+
+def test_one_graph_serves_other_bounds() -> None:
+    """A bound that grew is a symbol to dynamo, which was asked for its __index__ and broke off."""
+    layout, values = make_values("fp8_rope_bf16")
+    latent, rope, q = step_inputs()
+    call = torch.compile(Block(layout), fullgraph=True, backend="aot_eager")
+    for most in (17, 18, 30):
+        bounded = dataclasses.replace(values, max_cache_length=most)
+        assert_same(call(latent, rope, q, bounded, STARTS), eagerly(layout, latent, rope, q, bounded))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pool_without_pages_takes_empty_steps(case: str) -> None:
+    """One scale for the tensor was looked for in its first page: "index 0 is out of bounds for dimension 0"."""
+    layout, values = make_values(case)
+    none = dataclasses.replace(
+        values, kv_blocks=values.kv_blocks[:0], kv_scales=None if values.kv_scales is None else values.kv_scales[:0]
+    )
+    empty = dataclasses.replace(none, cache_lengths=CONTEXT[:0], lookup_table=TABLE[:0])
+    latent, rope, q = step_inputs()
+    for call in (Block(layout), torch.compile(Block(layout), fullgraph=True, backend="aot_eager")):
+        out, lse = call(latent[:0], rope[:0], q[:0], empty, STARTS[:1])
+        assert (out.shape, lse.shape) == ((0, H, 512), (0, H))
+    ops.store(latent, rope, none, LAYER, slot_mapping=torch.full_like(SLOTS, -1), layout=layout)  # padding alone
+    with pytest.raises(IndexError, match="lookup_table: row 0, column 0 holds page id 1; kv_blocks has 0 pages"):
+        ops.attend(q, none, LAYER, sm_scale=0.1, query_start_loc=STARTS, layout=layout)
+    with pytest.warns(pagedmla.DroppedStoreWarning, match="8 of 8 tokens dropped"):
+        ops.store(latent, rope, none, LAYER, query_start_loc=STARTS, layout=layout)
+
+
+def test_the_scale_of_a_pool_without_pages_is_the_one_given() -> None:
+    """Read past the pages, so it must be the number itself, of each layer."""
+    _, values = make_values("a layer's scale")
+    none = dataclasses.replace(values, kv_blocks=values.kv_blocks[:0], kv_scales=values.kv_scales[:0])
+    _, _, (sigma, *_) = ops._flattened(none)
+    assert sigma.tolist() == [0.25, 0.5]
+    _, _, (sigma, *_) = ops._flattened(dataclasses.replace(none, kv_scales=none.kv_scales[:, :, 1:]))
+    assert sigma.tolist() == [0.5]

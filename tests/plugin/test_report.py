@@ -22,7 +22,10 @@ from pagedmla.kv_cache.cache_report import (
     PoolSummary,
     RequestPages,
 )
-from pagedmla.plugin import report as views
+from pagedmla.plugin import page_picture
+from pagedmla.plugin.page_grid import page_map
+from pagedmla.plugin.page_maps import colour, letter
+from pagedmla.plugin.report import to_table
 
 HEALTH = LayerHealth(3, 1234, 4.5, 0.0025, 0.001, 0.01, 5, 6, 7, 8)
 
@@ -77,7 +80,7 @@ def printed(renderables: list[object], width: int = 100) -> str:
 
 def test_the_map_letter_by_letter() -> None:
     report = make_report(TWO, findings=(LOST, ODD))
-    lines = [line.rstrip() for line in views.page_map(report, width=80).plain.splitlines()]
+    lines = [line.rstrip() for line in page_map(report, width=80).plain.splitlines()]
     assert lines == [
         "value pages                           scale pages",
         " 0 * A . . . . . A . . . . . . . .     0 . . A . . . . . . . . . . . . .",
@@ -91,7 +94,7 @@ def test_the_map_letter_by_letter() -> None:
 
 @pytest.mark.parametrize("width", [20, 43, 44, 76, 80, 140])
 def test_the_map_fits_its_width(width: int) -> None:
-    lines = views.page_map(make_report(TWO), width=width).plain.splitlines()
+    lines = page_map(make_report(TWO), width=width).plain.splitlines()
     grid = [line.rstrip() for line in lines if line[:1].isspace() or line[:1].isdigit()]
     assert max(map(len, grid)) <= width
     beside = "value pages" in lines[0] and "scale pages" in lines[0]
@@ -100,13 +103,13 @@ def test_the_map_fits_its_width(width: int) -> None:
 
 def test_the_map_without_scale_pages_and_without_requests() -> None:
     lone = make_report({"ada": [(2, None)]}, pages=3, scale_pages=None)
-    assert views.page_map(lone, width=80).plain.splitlines()[:2] == ["value pages", "0 . . A "]
-    nobody = views.page_map(make_report({}, pages=0, scale_pages=None), width=80).plain
+    assert page_map(lone, width=80).plain.splitlines()[:2] == ["value pages", "0 . . A "]
+    nobody = page_map(make_report({}, pages=0, scale_pages=None), width=80).plain
     assert nobody == "value pages\n. no live tokens"
 
 
 def test_the_map_skips_long_stretches_of_dead_pages() -> None:
-    far = views.page_map(make_report({"ada": [(0, None), (9999, None)]}, pages=10000, scale_pages=None), width=80)
+    far = page_map(make_report({"ada": [(0, None), (9999, None)]}, pages=10000, scale_pages=None), width=80)
     lines = far.plain.splitlines()
     assert lines[1].startswith("   0 A . .")
     assert lines[2] == "  32 . to 9983"
@@ -118,24 +121,24 @@ def test_the_map_skips_long_stretches_of_dead_pages() -> None:
 def test_the_map_survives_wild_ids() -> None:
     wild = replace(LOST, value_page=0xFFFFFFFF, scale_page=-1)
     report = make_report({"ada": [(0xFFFFFFFF, -1), (1, 2)]}, findings=(wild,))
-    assert views.page_map(report, width=80).plain.splitlines()[1].startswith(" 0 . A .")
+    assert page_map(report, width=80).plain.splitlines()[1].startswith(" 0 . A .")
 
 
 def test_letters_and_colours_repeat() -> None:
-    assert (views.letter(0), views.letter(25), views.letter(26), views.letter(61), views.letter(62)) == tuple("AZa9A")
-    assert views.colour(0) == views.colour(7) != views.colour(1)
+    assert (letter(0), letter(25), letter(26), letter(61), letter(62)) == tuple("AZa9A")
+    assert colour(0) == colour(7) != colour(1)
 
 
 def test_legend_names_the_first_and_counts_the_rest() -> None:
     many = make_report({f"r{i}": [(i, i)] for i in range(16)})
-    lines = views.page_map(many, width=80).plain.splitlines()
+    lines = page_map(many, width=80).plain.splitlines()
     assert "N r13: 3 tokens in 1 page" in lines
     assert "and 2 more requests" in lines
     assert not any("r14" in line for line in lines)
 
 
 def test_tables_say_everything() -> None:
-    text = printed(views.to_table(make_report(TWO, findings=(ODD, LOST))))
+    text = printed(to_table(make_report(TWO, findings=(ODD, LOST))))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == ("fp8_rope_bf16: 2 layers, pages of 16 tokens; 4 of 20 value pages and 4 of 40 scale pages live")
     assert "A ada 35 0 0 30 16/16 bob" in lines
@@ -152,14 +155,14 @@ def test_tables_say_everything() -> None:
 
 def test_neighbouring_pages_share_a_line() -> None:
     report = make_report({"ada": [(4, 8), (5, 9), (6, 10), (7, 30)]}, last_fill=16)
-    lines = [" ".join(line.split()) for line in printed(views.to_table(report)).splitlines()]
+    lines = [" ".join(line.split()) for line in printed(to_table(report)).splitlines()]
     assert "A ada 64 0-2 4-6 8-10 16/16" in lines
     assert "3 7 30 16/16" in lines
     assert lines[-1] == "No problems."
 
 
 def test_tables_without_scales() -> None:
-    text = printed(views.to_table(make_report({"ada": [(2, None)], "eve": []}, scale_pages=None)))
+    text = printed(to_table(make_report({"ada": [(2, None)], "eve": []}, scale_pages=None)))
     assert "scale id" not in text
     assert "Scales" not in text
     assert "live; scales: none" in text
@@ -169,7 +172,7 @@ def test_tables_without_scales() -> None:
 def test_long_lists_are_cut_and_say_so() -> None:
     scattered = make_report({"ada": [(2 * i, i) for i in range(230)]}, pages=500, scale_pages=500)
     findings = tuple(replace(LOST, sentence=f"number {i}") for i in range(60))
-    text = printed(views.to_table(replace(scattered, findings=findings)))
+    text = printed(to_table(replace(scattered, findings=findings)))
     assert "30 more rows; the JSON form has them all" in text
     assert "number 49" in text
     assert "number 50" not in text
@@ -178,13 +181,13 @@ def test_long_lists_are_cut_and_say_so() -> None:
 
 def test_a_narrow_terminal_loses_no_digit() -> None:
     report = make_report({"ada": [(1234, 56789)]}, pages=2000, scale_pages=60000)
-    wide, narrow = (printed(views.to_table(report), width) for width in (200, 32))
+    wide, narrow = (printed(to_table(report), width) for width in (200, 32))
     assert max(map(len, narrow.splitlines())) <= 32
     assert Counter(filter(str.isdigit, narrow)) == Counter(filter(str.isdigit, wide))
 
 
 def test_markup_in_a_name_is_text() -> None:
-    text = printed(views.to_table(make_report({"[red]x[/red]": [(0, 0)]})))
+    text = printed(to_table(make_report({"[red]x[/red]": [(0, 0)]})))
     assert "[red]x[/red]" in text
 
 
@@ -207,13 +210,13 @@ def test_picture(
 ) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
     report = make_report(requests, pages=pages, scale_pages=scale_pages, findings=(LOST,))
-    views.to_picture(report, tmp_path / "pages.png")
+    page_picture.to_picture(report, tmp_path / "pages.png")
     assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_ending_sets_the_format(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
-    views.to_picture(make_report(TWO), tmp_path / "pages.svg")
+    page_picture.to_picture(make_report(TWO), tmp_path / "pages.svg")
     assert "<svg" in (tmp_path / "pages.svg").read_text()
 
 
@@ -221,8 +224,8 @@ def drawn(report: CacheReport, monkeypatch: pytest.MonkeyPatch) -> object:
     """The figure that to_picture would save."""
     agg = pytest.importorskip("matplotlib.backends.backend_agg")
     saved = []
-    monkeypatch.setattr(views, "write_picture", lambda figure, path: saved.append(figure))
-    views.to_picture(report, "pages.png")
+    monkeypatch.setattr(page_picture, "write_picture", lambda figure, path: saved.append(figure))
+    page_picture.to_picture(report, "pages.png")
     agg.FigureCanvasAgg(saved[0]).draw()
     return saved[0]
 
@@ -263,4 +266,4 @@ def test_nothing_in_the_picture_overlaps(pages: int, monkeypatch: pytest.MonkeyP
 def test_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"a picture needs matplotlib: pip install pagedmla\[plots\]"):
-        views.to_picture(make_report({}), "pages.png")
+        page_picture.to_picture(make_report({}), "pages.png")
