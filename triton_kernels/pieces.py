@@ -172,7 +172,7 @@ def merge_cuts_kernel(
     cut = cuts + tl.program_id(0) // ROWS * CUT_WORDS
     place = tl.program_id(0) % ROWS
     count = tl.load(cut + 4)
-    row = tl.load(cut + 2) + place
+    row = tl.load(cut + 2, mask=count > 0, other=0) + place  # of a cut that isn't one only the count was written
     if (count > 0) & (row < tl.load(cut + 1)):
         slot = tl.load(cut + 3)
         first = tl.program_id(1) * COLUMNS

@@ -208,6 +208,23 @@ def test_room_for_few_states(guarded, slots):
     assert_agrees(step, (out, lse))
 
 
+@pytest.mark.parametrize("held", [2**31 - 1, -(2**31)])
+def test_records_may_lie_on_anything(guarded, monkeypatch, held):
+    """A program of a cut that isn't one added its row to whatever the memory held: an overflow in checked runs, on one
+    clean machine of many. Of such a cut only the count is read."""
+    real = torch.empty
+
+    def poisoned(*size: Any, **more: Any) -> torch.Tensor:
+        made = real(*size, **more)
+        return made.fill_(held) if made.dtype is torch.int32 else made
+
+    step = build_step(StepCase((1, 1, 1), (0, 600, 65), heads=4), "fp8_rope_bf16", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    out, lse, *_ = run_pieces(guarded, step)
+    monkeypatch.undo()
+    assert_agrees(step, (out, lse))
+
+
 def test_padding_behind_the_last_request(guarded):
     step = build_step(StepCase((1, 1, 1), (0, 333, 0)), "fp8_rope_bf16", dtype=torch.bfloat16)
     out, lse, *_ = run_pieces(guarded, step, padding=20)
