@@ -25,7 +25,7 @@ LONG = [
     StepCase((1, 2), (900, 640), heads=128, name="long-128-heads"),
     StepCase((1,) * 300, tuple(range(0, 600, 2)), heads=16, name="more-requests-than-multiprocessors"),
     StepCase((1,) * 12, tuple(64 * tiles - 1 for tiles in range(1, 13)), heads=16, name="every-number-of-tiles"),
-    StepCase((1,) * 200, (640,) * 200, heads=128, name="equal-requests-that-stay-whole"),
+    StepCase((1,) * 264, (128,) * 264, heads=16, name="equal-requests-that-stay-whole"),  # two or four a worker
 ]
 MAGNITUDES = [
     StepCase((1,), (1024,), heads=16, magnitude=magnitude, name=f"magnitude-{magnitude}")
