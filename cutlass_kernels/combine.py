@@ -160,7 +160,7 @@ class Combine:
         for j in (0, 2):  # rows of out begin at multiples of 4 bytes, no more
             ptx.store_global(target + 2 * j, ptx.pack_half2(values[j], values[j + 1], self.variant.dtype))
         lse = cutlass.select_(empty, Float32(-Float32.inf), _finite(peak) + ptx.log2(total) * math.log(2))
-        _store_if(places.lse + Int64(row) * 4, lse, Int32(column == 0))
+        ptx.store_global_if(places.lse + Int64(row) * 4, lse, Int32(column == 0))
 
     # -- many: all warps of a CTA ------------------------------------------------------------------------------------
 
@@ -290,23 +290,8 @@ def _highest(bits: Any) -> Any:
 
 
 def _load(address: Any, count: int, live: Any, fallback: int = 0) -> Any:
-    """`ptx.load_global_or`, but of memory that another kernel wrote while this one was there: past L1."""
-    names = [f"{{$w{i}}}" for i in range(count)]
-    moves = " ".join(f"mov.b32 {name}, {fallback};" for name in names)
-    vector, target = (f".v{count}", "{" + ", ".join(names) + "}") if count > 1 else ("", names[0])
-    got = cute.arch.inline_ptx(
-        f"{{.reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {moves} @p ld.global.cg{vector}.b32 {target}, [{{$r0}}];}}",
-        write_only_types=[Int32] * count,
-        read_only_args=[address, live],
-    )
-    return got if count > 1 else (got,)
-
-
-def _store_if(address: Any, value: Any, live: Any) -> None:
-    cute.arch.inline_ptx(
-        "{.reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.f32 [{$r0}], {$r1};}",
-        read_only_args=[address, value, live],
-    )
+    """Of memory that decode wrote while this kernel was there."""
+    return ptx.load_global_or(address, count, live, fallback, path="cg")
 
 
 def compile_combine(variant: CombineVariant) -> Any:

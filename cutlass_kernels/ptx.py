@@ -86,14 +86,17 @@ def load_global(address: Any, count: int) -> Any:
     )
 
 
-def load_global_or(address: Any, count: int, live: Any, fallback: int = 0) -> Any:
-    """`load_global` where `live` (a Boolean), else `fallback` without a read."""
+def load_global_or(address: Any, count: int, live: Any, fallback: int = 0, path: str = "nc") -> Any:
+    """`load_global` where `live` (a Boolean), else `fallback` without a read.
+
+    `path`: "nc", read-only; "cg", past L1, for what another kernel writes while this one is there.
+    """
     moves = " ".join(f"mov.b32 {{$w{i}}}, {fallback};" for i in range(count))
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
     vector = f".v{count}" if count > 1 else ""
     target = f"{{{names}}}" if count > 1 else names
     got = _ptx(
-        f"{{.reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {moves} @p ld.global.nc{vector}.b32 {target}, [{{$r0}}];}}",
+        f"{{.reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {moves} @p ld.global.{path}{vector}.b32 {target}, [{{$r0}}];}}",
         write_only_types=[Int32] * count,
         read_only_args=[address, Int32(live)],
     )
@@ -108,6 +111,14 @@ def store_global(address: Any, *values: Any) -> None:
         return
     names = ", ".join(f"{{$r{i + 1}}}" for i in range(len(values)))
     _ptx(f"st.global.v{len(values)}.{suffix} [{{$r0}}], {{{names}}};", read_only_args=[address, *values])
+
+
+def store_global_if(address: Any, value: Any, live: Any) -> None:
+    """A float32 where `live` (an Int32)."""
+    _ptx(
+        "{.reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.f32 [{$r0}], {$r1};}",
+        read_only_args=[address, value, live],
+    )
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------------
