@@ -75,16 +75,21 @@ test-cutlass: .venv/.develop ## install the CUTLASS DSL and compile every varian
 	$(PIP) --editable '.[cutlass]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) tests/cutlass_kernels
 
-# Engines start one after another and wait for one core; what else there is keeps the other busy.
+# Two halves that take about as long, a core each: engines start one after another and wait for one core.
+engine_tests = $(foreach name,$(1),tests/engine/test_$(name).py)
+ENGINES_BESIDE := $(call engine_tests,caches forms)
+ENGINES_FIRST := $(filter-out $(ENGINES_BESIDE) $(call engine_tests,short other_release),$(wildcard tests/engine/test_*.py))
+
 test-all: test .venv-engine/.package .venv-sglang/.package .venv-max/.ready ## all tests: every cache format and engine feature, an engine start each
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=line JOBS=1 engine-tests other-tests
 
 engine-tests:
 	$(MAKE) --no-print-directory --jobs=1 test-engine test-other-vllm
-	$(ENGINE)/pytest tests/engine --ignore=tests/engine/test_short.py
+	$(ENGINE)/pytest --durations=5 $(ENGINES_FIRST)
 
 other-tests:
 	$(MAKE) --no-print-directory --jobs=1 test-cutlass test-sglang test-max
+	$(ENGINE)/pytest --durations=5 $(ENGINES_BESIDE)
 
 fuzz: .venv/.develop ## STEPS random steps of a serving engine from SEED, against float64; a script for each failure
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m fuzz --steps $(STEPS) --seed $(SEED)
@@ -97,7 +102,7 @@ ON_GPU = PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(GPU_PYTHON) -m
 ON_GPU_PYTEST = $(ON_GPU) pytest -p no:cacheprovider --quiet --numprocesses=8 --timeout=120
 # All that launch kernels: the others build, record or interpret them.
 TRITON_TESTS := tests/plugin/test_executor_triton.py $(filter-out \
-  $(foreach name,budgets compile interpreter one_build,tests/triton_kernels/test_$(name).py),$(wildcard tests/triton_kernels/test_*.py))
+  $(foreach name,budgets compile interpreter one_build tiles,tests/triton_kernels/test_$(name).py),$(wildcard tests/triton_kernels/test_*.py))
 
 gpu: ## on an NVIDIA GPU: every kernel against float64 on every grid, records of what passed, the benchmark
 	@$(ON_GPU) cases.gpu_ready

@@ -22,6 +22,12 @@ from pagedmla.kv_cache.checks import refuse
 _HEAD = {b"dltensor": 0, b"dltensor_versioned": 32}  # capsules, and the bytes in their structs before the tensor
 _ADDRESSABLE = 2**57  # bytes: what the widest virtual address reaches
 
+# Of our own: a function of ctypes.pythonapi is one object for the whole process, and so are the types set on it.
+_name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
 
 class _DLTensor(ctypes.Structure):
     """The head of a DLManagedTensor; what follows it is the producer's."""
@@ -98,13 +104,10 @@ class _Forward:
 
 def _tensor_of(capsule: Any) -> _DLTensor:
     """The struct that a capsule shares. It lives as long as the capsule isn't destroyed."""
-    name_of, pointer_of = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
-    name_of.restype, name_of.argtypes = ctypes.c_char_p, (ctypes.py_object,)
-    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    kind = name_of(capsule)
+    kind = _name_of(capsule)
     if kind not in _HEAD:
         raise BufferError(f"a capsule of the kind {kind!r}")
-    return _DLTensor.from_address(pointer_of(capsule, kind) + _HEAD[kind])
+    return _DLTensor.from_address(_pointer_of(capsule, kind) + _HEAD[kind])
 
 
 class _Respaced:

@@ -26,8 +26,19 @@ import torch
 from torch import Tensor
 
 from pagedmla.adapters.dlpack import pages_apart, shared
-from pagedmla.kv_cache.checks import counted, describe, dtype_name, expect_tensor, host_int, quoted, refuse
+from pagedmla.kv_cache.checks import (
+    IndexRefusal,
+    counted,
+    describe,
+    dtype_name,
+    expect_tensor,
+    host_int,
+    quoted,
+    refuse,
+)
 from pagedmla.kv_cache.layouts import (
+    LATENTS,
+    ROPE,
     CacheLayout,
     Fp8Flat,
     Fp8RopeBf16Prescaled,
@@ -63,7 +74,8 @@ SCALES = ("kv_scales", "scales_page_stride", "scales_lookup_table")
 METADATA = ("attention_dispatch_metadata", "draft_attention_dispatch_metadata")
 PARTITIONS = ("mla_num_partitions", "draft_mla_num_partitions")
 HINTS = ("split_head_dims", "mixed_step_split")
-FIELDS = (*REQUIRED, "page_stride", *SCALES, *METADATA, *PARTITIONS, *HINTS)
+OPTIONAL = (*SCALES, *METADATA, *PARTITIONS, *HINTS)
+FIELDS = (*REQUIRED, "page_stride", *OPTIONAL)
 
 
 class UnknownMaxWarning(UserWarning):
@@ -207,7 +219,7 @@ def with_decode_scales(values: KVCacheInputsPerDevice, kv_scales: Any, layer: in
         refuse("kv_scales", "None in the cache, since they come beside it", values.kv_scales)
     blocks = expect_tensor(values.kv_blocks, "kv_blocks", [None, 1, None, None, 1, None], (), "It is an MLA cache.")
     if not 0 <= layer < blocks.shape[2]:
-        raise IndexError(f"layer: {layer} is out of range for a cache of {blocks.shape[2]} layers")
+        raise IndexRefusal(f"layer: {layer} is out of range for a cache of {blocks.shape[2]} layers")
     blocks = blocks[:, :, layer : layer + 1]  # its pages stay as far apart as they were
     shape = [blocks.shape[0], 1, 1, blocks.shape[3], 1, 1]
     scales = expect_tensor(_tensor(kv_scales, "kv_scales"), "kv_scales", shape, (torch.float32,))
@@ -219,12 +231,17 @@ def _layout_of_rows(dtype: torch.dtype | str, row: int) -> CacheLayout:
     if not names:
         shown = dtype if isinstance(dtype, str) else dtype_name(dtype)
         refuse("kv_blocks", " or ".join(map(dtype_name, LAYOUTS)), shown)
-    layouts = [get_layout(name, latent=latent) for name in names for latent in (512, 256)]
+    layouts = [get_layout(name, latent=latent) for name in names for latent in LATENTS]
     for layout in layouts:
         if layout.row_elements == row:
             return layout
     rows = ", ".join(f"{layout.row_elements} ({layout.name})" for layout in layouts)
-    refuse("kv_blocks", f"rows of {rows}", f"{row}", "Layouts are for a latent of 512 or 256 and a rope of 64.")
+    refuse(
+        "kv_blocks",
+        f"rows of {rows}",
+        f"{row}",
+        f"Layouts are for a latent of {' or '.join(map(str, LATENTS))} and a rope of {ROPE}.",
+    )
 
 
 # -- fields ------------------------------------------------------------------------------------------------------------
@@ -271,9 +288,8 @@ def _present(order: FlattenOrder, count: int) -> tuple[str, ...]:
     dispatch: list[tuple[str, ...]] = [()]
     if order is FlattenOrder.DECLARATION:
         dispatch += [(METADATA[0], PARTITIONS[0]), (*METADATA, *PARTITIONS)]
-    every = KVCacheInputsPerDevice(*FIELDS[:13]).flatten(order)[0]
     choices = [
-        tuple(name for name in every if name not in FIELDS[6:] or name in (*own, *extra))
+        tuple(name for name in order.fields if name not in OPTIONAL or name in (*own, *extra))
         for own in ((), SCALES)
         for extra in dispatch
     ]

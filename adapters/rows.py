@@ -1,4 +1,4 @@
-"""What an engine's adapter makes: a layer's cache as pools, and a step's requests as rows. Views, never copies."""
+"""What an engine's adapter makes: a layer's cache as pools, and a step's requests as rows, of views alone."""
 
 from __future__ import annotations
 

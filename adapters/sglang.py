@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pagedmla.adapters.rows import LayerPools, Rows, first_rows, step_rows
 from pagedmla.kv_cache.checks import ceildiv, counted, dtype_name, expect_same_device, expect_tensor, host_int, refuse
-from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat, Fp8RopeBf16, get_layout, per_tensor_scale
+from pagedmla.kv_cache.layouts import LATENTS, ROPE, CacheLayout, Fp8Flat, Fp8RopeBf16, get_layout, per_tensor_scale
 
 KNOWN_VERSION = (0, 5, 23)
 
@@ -53,7 +53,7 @@ def check_version(version: str) -> None:
         )
 
 
-def layout_of(dtype: torch.dtype, *, latent: int = 512, rope: int = 64) -> CacheLayout:
+def layout_of(dtype: torch.dtype, *, latent: int = LATENTS[0], rope: int = ROPE) -> CacheLayout:
     """The layout of the engine's own pool of a dtype. ValueError names those that there are."""
     if dtype not in LAYOUTS:
         refuse("kv_cache_dtype", f"one of {', '.join(map(dtype_name, LAYOUTS))}", dtype_name(dtype))

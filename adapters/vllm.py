@@ -8,21 +8,29 @@ and for each step
     block_table      [B, W] int32     rows of a persistent buffer; unused entries hold the null block 0
 
 Requests that decode come first. Scales lie inside the page, or are one number a tensor, so `scales_lookup_table` is
-always the values' table. Everything below is a view of the engine's memory, but for `cache_lengths`, which is written
-into a buffer of the caller's: a captured graph finds it at the same address in every step.
+always the values' table. Everything below is a view of the engine's memory, but for the lengths before the step
+(`CacheLengths`).
 """
 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from pagedmla.adapters.rows import LayerPools, first_rows
 from pagedmla.kv_cache.checks import expect_same_device, expect_tensor, refuse
-from pagedmla.kv_cache.layouts import CacheLayout, Fp8DsMla, Fp8Flat, Fp8RopeBf16, get_layout, per_tensor_scale
+from pagedmla.kv_cache.layouts import (
+    LATENTS,
+    ROPE,
+    CacheLayout,
+    Fp8DsMla,
+    Fp8Flat,
+    Fp8RopeBf16,
+    get_layout,
+    per_tensor_scale,
+)
 
 OLDEST_VERSION = (0, 29)
 NEWEST_VERSION = (0, 33)
@@ -52,7 +60,7 @@ def check_version(version: str) -> None:
         )
 
 
-def layout_of(cache_dtype: str, model_dtype: torch.dtype, *, latent: int = 512, rope: int = 64) -> CacheLayout:
+def layout_of(cache_dtype: str, model_dtype: torch.dtype, *, latent: int = LATENTS[0], rope: int = ROPE) -> CacheLayout:
     """The layout behind a --kv-cache-dtype. ValueError names those that there are."""
     if cache_dtype not in CACHE_DTYPES:
         refuse("kv_cache_dtype", f"one of {', '.join(CACHE_DTYPES)}", cache_dtype)
@@ -123,24 +131,24 @@ def _two_planes(cache: Tensor, layout: CacheLayout) -> tuple[Tensor, Tensor]:
     return rows, flat[:, split:].view(torch.float32)[:, None, None, :, None, None]
 
 
-def write_cache_lengths(
-    seq_lens: Tensor, query_start_loc: Tensor, out: Tensor, max_query_length: int | None = None
-) -> Tensor:
-    """`seq_lens - query_lens` `[B]` int32, in the first B elements of `out`. No device value is read.
+class CacheLengths:
+    """Lengths of up to `requests` requests before a step, in memory that stays: a captured graph finds them there."""
 
-    One operation where the bound `max_query_length` is 1, else two. The padding of a captured graph, a row without keys
-    or query, then comes out as -1, and is empty either way.
-    """
-    requests = seq_lens.shape[0]
-    if out.shape[0] < requests:
-        refuse("cache_lengths", f"a buffer of at least {requests} requests", out)
-    lengths = first_rows(out, requests)
-    if max_query_length == 1:
-        return torch.sub(seq_lens, _ones(requests, seq_lens.device), out=lengths)
-    return torch.sub(seq_lens, query_start_loc[1:], out=lengths).add_(query_start_loc[:-1])
+    def __init__(self, requests: int, device: torch.device | str) -> None:
+        self._buffer = torch.zeros(requests, dtype=torch.int32, device=device)
+        # A Python number in its place costs the host more than the subtraction itself.
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
 
+    def write(self, seq_lens: Tensor, query_start_loc: Tensor, max_query_length: int | None = None) -> Tensor:
+        """`seq_lens - query_lens` `[B]` int32. No device value is read.
 
-@lru_cache(maxsize=1024)
-def _ones(count: int, device: torch.device) -> Tensor:
-    """A Python number in its place costs the host more than the subtraction itself."""
-    return torch.ones(count, dtype=torch.int32, device=device)
+        One operation where the bound `max_query_length` is 1, else two. The padding of a captured graph, a row without
+        keys or query, then comes out as -1, and is empty either way.
+        """
+        requests = seq_lens.shape[0]
+        if self._buffer.shape[0] < requests:
+            refuse("seq_lens", f"at most {self._buffer.shape[0]} requests", seq_lens)
+        lengths = first_rows(self._buffer, requests)
+        if max_query_length == 1:
+            return torch.sub(seq_lens, self._one, out=lengths)
+        return torch.sub(seq_lens, query_start_loc[1:], out=lengths).add_(query_start_loc[:-1])

@@ -22,13 +22,14 @@ from pagedmla.bench.ragged import BATCHES, RaggedBatch
 from pagedmla.cutlass_kernels import schedule
 from pagedmla.cutlass_kernels.tiles import KEYS
 from pagedmla.cutlass_kernels.variants import Variant
+from pagedmla.hardware.cost import H200
+from pagedmla.hardware.targets import find_target
 from pagedmla.kv_cache.checks import ceildiv
 from pagedmla.kv_cache.splits import SMALLEST_PIECE, choose_span
 from pagedmla.plugin import executor_cutlass_variants as variants
-from pagedmla.plugin.executor_triton import ROWS_A_BLOCK, TritonExecutor, places
+from pagedmla.plugin.executor_triton import TritonExecutor, places
 from pagedmla.plugin.executors import Capacity, Configuration
-
-MULTIPROCESSORS = 132  # of an H100 or H200
+from pagedmla.triton_kernels.tiles import rows_for
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,8 @@ def balances(batches: Iterable[RaggedBatch] = BATCHES, heads: Sequence[int] = (1
 def cutlass_loads(batch: RaggedBatch, configuration: Configuration, capacity: Capacity) -> tuple[int, list[int]]:
     """(pieces of the longest request, keys of each worker), in whole tiles."""
     variant: Variant = variants.choose_variant(configuration, batch.q_len, capacity.max_cache_length)
-    partitions = variants.pieces(
-        configuration, capacity, capacity.max_batch, capacity.max_tokens, MULTIPROCESSORS
-    )  # fmt: skip
-    workers = MULTIPROCESSORS // variant.cluster
+    partitions = variants.pieces(configuration, capacity, capacity.max_batch, capacity.max_tokens, H200.multiprocessors)
+    workers = H200.multiprocessors // variant.cluster
     row_tiles = int(schedule.row_tiles_of(batch.q_len, configuration.num_heads, variant.rows))
     units = [int(schedule.units_of(kv_len)) for kv_len in batch.kv_lens for _ in range(row_tiles)]
     total, longest = sum(units), max(units)
@@ -94,7 +93,7 @@ def triton_loads(batch: RaggedBatch, configuration: Configuration, capacity: Cap
     """(pieces of the longest request, keys of each place for a block), in whole tiles."""
     executor, rows = TritonExecutor(), batch.q_len * (configuration.num_heads or 1)
     most = executor.partitions(configuration, capacity, capacity.max_batch, capacity.max_tokens)
-    tile = 16 if rows <= 32 else ROWS_A_BLOCK
+    tile = rows_for(rows, find_target("sm_90"))
     at_once = places(configuration.device, tile, quantised=True)
     row_tiles, units = ceildiv(rows, tile), [int(schedule.units_of(kv_len)) for kv_len in batch.kv_lens]
     span = choose_span(

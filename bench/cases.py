@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pagedmla
 from pagedmla.bench.ragged import normal_lengths
-from pagedmla.kv_cache.checks import ceildiv
+from pagedmla.kv_cache.checks import Refusal, ceildiv
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 from pagedmla.kv_cache.page_pool import PagePool, StepInputs
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice
@@ -41,11 +41,11 @@ class Case:
         get_layout(self.layout)  # refuses unknown names
         for name in ("heads", "batch", "kv_len", "q_len"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1; got {getattr(self, name)}")
+                raise Refusal(f"{name}: expected at least 1; got {getattr(self, name)}")
         if self.q_len > self.kv_len:
-            raise ValueError(f"kv_len: expected at least the {self.q_len} query tokens; got {self.kv_len}")
+            raise Refusal(f"kv_len: expected at least the {self.q_len} query tokens; got {self.kv_len}")
         if self.lengths not in (UNIFORM, IMBALANCED):
-            raise ValueError(f"lengths: expected {UNIFORM!r} or {IMBALANCED!r}; got {self.lengths!r}")
+            raise Refusal(f"lengths: expected {UNIFORM!r} or {IMBALANCED!r}; got {self.lengths!r}")
 
     @property
     def kv_lens(self) -> tuple[int, ...]:

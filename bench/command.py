@@ -24,6 +24,7 @@ from pagedmla.bench.cases import (
 from pagedmla.bench.measure import device_name
 from pagedmla.bench.pictures import draw, expect_matplotlib
 from pagedmla.bench.run import Bench, make_console, write_report
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.kv_cache.files import expect_file, expect_folder
 from pagedmla.plugin.executors import executors as all_executors
 
@@ -80,13 +81,13 @@ def bench(
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     on_gpu = device.type == "cuda"
     if quick and full:
-        raise ValueError("--quick and --full: expected one of them; got both")
+        raise Refusal("--quick and --full: expected one of them; got both")
     if full and not on_gpu:
-        raise ValueError("--full: expected a GPU, where its thousands of cases take hours; there is none here")
+        raise Refusal("--full: expected a GPU, where its thousands of cases take hours; there is none here")
     known = [executor.name for executor in all_executors()]
     for name in executors or ():
         if name not in known:
-            raise ValueError(f"--executor: expected one of {', '.join(known)}; got {name!r}")
+            raise Refusal(f"--executor: expected one of {', '.join(known)}; got {name!r}")
     chosen = axes.cases()
     if not on_gpu:
         for compiled in (model.TRITON_TABLE, model.CUTLASS_TABLE):

@@ -22,6 +22,9 @@ from pagedmla.bench.clocks import Call
 from pagedmla.bench.judge import EXACT, ONE_TERM, ROUNDED, TWO_TERMS, dequantised
 from pagedmla.bench.peers import Absent
 from pagedmla.hardware.cost import StepCost, attention_cost
+from pagedmla.kv_cache.checks import Refusal
+from pagedmla.plugin.executor_reference import ReferenceExecutor
+from pagedmla.plugin.executor_triton import TritonExecutor
 
 OURS = "pagedmla "
 _GPU_EXECUTORS = ("cutlass", "triton")
@@ -40,10 +43,8 @@ class Contender:
     reads: str  # the cache's format
     tolerance: float = EXACT  # largest relative L2 of a row that still counts as correct
     fp8_mma: bool = False  # whether its floor is that of FP8 tensor cores
-
-    @property
-    def ours(self) -> bool:
-        return self.name.startswith(OURS)
+    ours: bool = False
+    oracle: bool = False  # the float64 meaning, which is no party to a race
 
 
 def contenders(inputs: Inputs, executors: tuple[str, ...] | None = None) -> Iterator[Contender | Absent]:
@@ -85,7 +86,7 @@ def _executor(inputs: Inputs, executor: str) -> Iterator[Contender | Absent]:
                 max_tokens=case.tokens, max_cache_length=max(case.kv_lens), dtype=inputs.q.dtype,
                 device=inputs.q.device, sm_scale=SM_SCALE, executor=executor, precision=precision,
             )  # fmt: skip
-        except ValueError as refused:
+        except Refusal as refused:
             yield Absent(OURS + executor, str(refused))
             return
         form = _form(plan, inputs)
@@ -99,12 +100,15 @@ def _executor(inputs: Inputs, executor: str) -> Iterator[Contender | Absent]:
             case.layout,
             _TOLERANCES.get(form, EXACT),
             fp8_mma=inputs.layout.quantised,
+            ours=True,
+            oracle=executor == ReferenceExecutor.name,
         )
 
 
 def _name(plan: pagedmla.Plan, form: str) -> str:
-    name = OURS + plan.attend_choice.executor.name
-    if name.endswith("triton") and plan.device.type == "cpu":
+    executor = plan.attend_choice.executor
+    name = OURS + executor.name
+    if executor.name == TritonExecutor.name and plan.device.type == "cpu":
         name += " (interpreted)"
     return f"{name} {form}" if form else name
 
@@ -114,13 +118,8 @@ def _form(plan: pagedmla.Plan, inputs: Inputs) -> str:
     if plan.attend_choice.executor.name not in _PRECISIONS:
         return ""
     from pagedmla.plugin.executor_cutlass_variants import choose_variant
-    from pagedmla.plugin.executors import Configuration
 
-    configuration = Configuration(
-        "attend", plan.device, plan.layout, plan.num_heads, plan.page_size, plan.dtype, plan.precision
-    )
-    shape = choose_variant(configuration, inputs.case.q_len, plan.max_cache_length).shape
-    return f"fp8x{shape.terms}" if shape.precision == "fp8" else shape.precision
+    return choose_variant(plan.configuration, inputs.case.q_len, plan.max_cache_length).shape.form
 
 
 def _ours(inputs: Inputs, plan: pagedmla.Plan) -> Call:

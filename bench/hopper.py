@@ -28,7 +28,7 @@ SECONDS = 100.0
 def run(device: torch.device, cases: Sequence[Case], folder: Path, seconds: float | None = None) -> Path:
     """Measure, print, write gpu-CARD.json and its pictures; returns the JSON's path."""
     card = device_name(device)
-    path = folder / f"gpu-{card.split()[-1].lower()}.json"
+    path = folder / f"{record_name(card)}.json"
     bench = Bench(device, make_console(), seconds)
 
     def write() -> None:
@@ -39,6 +39,11 @@ def run(device: torch.device, cases: Sequence[Case], folder: Path, seconds: floa
     write()
     draw(bench.rows, bench.roof, f"decode on {card}", folder, path.stem)
     return path
+
+
+def record_name(card: str) -> str:
+    """gpu-h100-80gb-hbm3 for "NVIDIA H100 80GB HBM3"."""
+    return f"gpu-{card.removeprefix('NVIDIA ').replace(' ', '-').lower()}"
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import pagedmla
 from pagedmla.adapters.rows import step_rows
-from pagedmla.adapters.vllm import layer_pools, write_cache_lengths
+from pagedmla.adapters.vllm import CacheLengths, layer_pools
 from pagedmla.bench.cases import FLAGSHIP, PAGE_SIZE, SM_SCALE
 from pagedmla.bench.clocks import least_microseconds
 from pagedmla.bench.peers import hide_checkout
@@ -122,10 +122,10 @@ def adapter_call(requests: int, kv_len: int) -> Callable[[], object]:
     seq_lens = torch.full((requests,), kv_len, dtype=torch.int32)
     starts = torch.arange(requests + 1, dtype=torch.int32)
     table = torch.zeros(requests, ceildiv(kv_len, PAGE_SIZE), dtype=torch.int32)
-    buffer = torch.zeros(requests, dtype=torch.int32)
+    buffer = CacheLengths(requests, "cpu")
 
     def call() -> object:
-        lengths = write_cache_lengths(seq_lens, starts, buffer, 1)
+        lengths = buffer.write(seq_lens, starts, 1)
         rows = step_rows(
             lengths, table, starts, num_tokens=requests, max_query_length=1, max_seq_len=kv_len,
             num_decodes=requests, num_decode_tokens=requests,
@@ -140,8 +140,10 @@ def launch_call(requests: int, kv_len: int) -> Callable[[], object]:
     executor = _UpToTheDriver()
     device = torch.device("meta")
     plan = replace(
-        made, device=device, attend_choice=Choice(executor, "measured", ()),
-        workspace=replace(made.workspace, **{name: each.to(device) for name, each in vars(made.workspace).items()}),
+        made, configuration=replace(made.configuration, device=device), attend_choice=Choice(executor, "measured", ()),
+        workspace=executor.workspace(
+            replace(made.configuration, device=device), made.capacity, made.most_partitions
+        ),
     )  # fmt: skip
     values = _values(requests, kv_len, device)
     layout = pagedmla.get_layout(FLAGSHIP)
@@ -189,18 +191,19 @@ def beside_vllm(batch: int) -> tuple[float, float]:
         block_table_tensor=torch.zeros(batch, 8, dtype=torch.int32),
         slot_mapping=torch.arange(batch),
     )
-    engine: Any = MLACommonMetadataBuilder.__new__(MLACommonMetadataBuilder)
-    ours: Any = PagedMLABuilder.__new__(PagedMLABuilder)
-    for builder in (engine, ours):
-        builder.device, builder.reorder_batch_threshold, builder.dcp_world_size = torch.device("cpu"), 1, 1
-        builder.use_pcp, builder.query_len_support = False, QueryLenSupport.VARLEN
-        builder.metadata_cls, builder.model_config = MLACommonMetadata, SimpleNamespace(get_head_size=lambda: 576)
-    ours._cache_lengths = torch.zeros(batch, dtype=torch.int32)
-    ours._longest_decode = 1
-    ours.plan = pagedmla.plan(
+    attributes = {
+        "device": torch.device("cpu"), "reorder_batch_threshold": 1, "dcp_world_size": 1, "use_pcp": False,
+        "query_len_support": QueryLenSupport.VARLEN, "metadata_cls": MLACommonMetadata,
+        "model_config": SimpleNamespace(get_head_size=lambda: 576),
+    }  # fmt: skip
+    plan = pagedmla.plan(
         layout="bf16", num_heads=HEADS, page_size=PAGE_SIZE, max_batch=batch, max_tokens=batch, max_cache_length=512,
         dtype=torch.bfloat16, device="cpu", sm_scale=SM_SCALE,
     )  # fmt: skip
+    engine: Any = MLACommonMetadataBuilder.__new__(MLACommonMetadataBuilder)
+    for name, value in attributes.items():
+        setattr(engine, name, value)
+    ours = PagedMLABuilder.for_measuring(plan, attributes)
     runs = [[_microseconds(builder, step) for builder in (engine, ours)] for _ in range(RUNS)]
     engine_us, our_us = (min(each) for each in zip(*runs))
     return engine_us, our_us

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.kv_cache.layouts import CacheLayout
 
 
@@ -30,7 +31,7 @@ class LayoutCache(DynamicCache):  # type: ignore[misc] # transformers is not the
         """`latent [requests, 1, tokens, latent]` and `rope [requests, 1, tokens, rope]` of new tokens; returns all."""
         got, wanted = (latent.shape[-1], rope.shape[-1]), (self.layout.latent, self.layout.rope)
         if got != wanted:
-            raise ValueError(
+            raise Refusal(
                 f"past_key_values: expected a latent and a rope of {wanted} columns; got {got}. "
                 "This transformers release doesn't cache latents: install transformers>=5.19."
             )

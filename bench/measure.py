@@ -13,7 +13,7 @@ from pagedmla.bench.contenders import Contender, contenders
 from pagedmla.bench.judge import Judge
 from pagedmla.bench.peers import REFUSALS, Absent
 from pagedmla.bench.rows import MEASURED, Row, beside_peers, make_row
-from pagedmla.hardware.cost import Gpu
+from pagedmla.hardware.cost import Roof
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Measured:
 
 
 def measure(
-    case: Case, device: torch.device, clock: Clock, roof: Gpu | None, executors: tuple[str, ...] | None = None
+    case: Case, device: torch.device, clock: Clock, roof: Roof | None, executors: tuple[str, ...] | None = None
 ) -> Measured:
     """A row for each contender that can run the case, in this device's `roof`."""
     inputs = build(case, device)
@@ -57,7 +57,7 @@ def _able(inputs: Inputs, executors: tuple[str, ...] | None, found: Measured) ->
 
 
 def _rows(
-    case: Case, ready: list[tuple[Contender, float]], clock: Clock, device: torch.device, roof: Gpu | None
+    case: Case, ready: list[tuple[Contender, float]], clock: Clock, device: torch.device, roof: Roof | None
 ) -> list[Row]:
     if not ready:
         return []
@@ -70,6 +70,8 @@ def _rows(
             source=MEASURED,
             device=device_name(device),
             contender=contender.name,
+            ours=contender.ours,
+            oracle=contender.oracle,
             reads=contender.reads,
             roof=roof,
             fp8_mma=contender.fp8_mma,

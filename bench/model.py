@@ -29,13 +29,16 @@ import torch
 import pagedmla
 from pagedmla.bench.cases import PAGE_SIZE, Case
 from pagedmla.bench.contenders import OURS
-from pagedmla.bench.rows import AT_LEAST, MODEL, Row, make_row
+from pagedmla.bench.rows import MODEL, Row, make_row
 from pagedmla.cutlass_kernels import time_model
-from pagedmla.cutlass_kernels.tiles import KEYS, WARPGROUPS
+from pagedmla.cutlass_kernels.tiles import KEYS, WARPGROUPS, Shape
 from pagedmla.cutlass_kernels.variants import Variant
 from pagedmla.hardware.cost import B200, H100, H200, Gpu, StepCost, attention_cost
+from pagedmla.hardware.targets import find_target
+from pagedmla.kv_cache.checks import ceildiv
 from pagedmla.plugin import executor_cutlass_variants as variants
 from pagedmla.plugin.executors import Capacity, Configuration
+from pagedmla.triton_kernels.tiles import rows_for
 
 RESULTS = Path(__file__).parent / "results"
 TRITON_TABLE = RESULTS / "compile-triton.json"
@@ -43,7 +46,6 @@ CUTLASS_TABLE = RESULTS / "compile-cutlass.json"
 
 SCHEDULERS = 4  # warp instructions a cycle and multiprocessor
 CLOCK_GHZ = 1.8  # under load; published tensor peaks imply 1.83 (Hopper) and 1.86 (Blackwell)
-MULTIPROCESSORS = {H100: 132, H200: 132, B200: 148}
 TARGET_OF = {H100: "sm_90", H200: "sm_90", B200: "sm_100"}
 FLOPS_PER_ROW = 2 * (576 + 512)
 ATTENTION = ("pieces", "decode", "mixed")
@@ -82,7 +84,7 @@ def floor_of(row: dict[str, Any], gpu: Gpu) -> Floor:
     return Floor(
         memory=_memory_ns(row["bytes_per_token"], gpu),
         issue=row["warp_instructions_per_token"] / (SCHEDULERS * CLOCK_GHZ),
-        tensor=flops * MULTIPROCESSORS[gpu] / (_tflops(row, gpu) * 1e3),
+        tensor=flops * gpu.multiprocessors / (_tflops(row, gpu) * 1e3),
     )
 
 
@@ -130,7 +132,7 @@ def _variant(row: dict[str, Any]) -> dict[str, Any]:
     """What tells variants apart: of Triton's kernels, and of CUTLASS ones, whose boxes of keys stand for page sizes."""
     options = row["options"]
     if row["executor"] == "cutlass":
-        form = options["precision"] + (f"x{options['terms']}" if options["precision"] == "fp8" else "")
+        form = Shape(row["rows"] // options["cluster"], options["precision"], options["terms"], options["rope"]).form
         page_size = PAGE_SIZE if options["box"] * options["cluster"] >= PAGE_SIZE else options["box"]
         return {"form": form, "group": None, "page_size": page_size, "split_queries": False}
     return {
@@ -162,13 +164,14 @@ def step_rows(case: Case, gpu: Gpu, triton: Iterable[dict[str, Any]], cutlass: I
     cost = attention_cost(
         layout, num_heads=case.heads, query_tokens=case.tokens, key_tokens=keys, scored_pairs=case.q_len * keys
     )
-    found = [*_cutlass_steps(case, gpu, cutlass), *_triton_step(case, gpu, cost, triton)]
+    found = [(*step, False) for step in _cutlass_steps(case, gpu, cutlass)]
+    found += [(*step, True) for step in _triton_step(case, gpu, cost, triton)]
     return [
         make_row(
-            case, cost, microseconds, source=MODEL, device=gpu.name, contender=name, reads=case.layout, roof=gpu,
-            fp8_mma=layout.quantised,
+            case, cost, microseconds, source=MODEL, device=gpu.name, contender=name, ours=True, reads=case.layout,
+            roof=gpu, fp8_mma=layout.quantised, bound=bound,
         )
-        for name, microseconds in found
+        for name, microseconds, bound in found
     ]  # fmt: skip
 
 
@@ -180,7 +183,7 @@ def usual_trip(row: dict[str, Any], variant: Variant) -> float:
 
 def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
     """What `precision` "auto" and "fp8" take."""
-    if MULTIPROCESSORS[gpu] != time_model.SMS:  # no Hopper
+    if TARGET_OF[gpu] != "sm_90":  # the kernels are Hopper's
         return
     rows = {row["options"]["variant"]: row for row in table if row["kernel"] == "decode" and "refused" not in row}
     chosen: dict[Variant, int] = {}
@@ -193,7 +196,7 @@ def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Ite
             return
         capacity = Capacity(case.batch, case.tokens, max(case.kv_lens))
         variant = variants.choose_variant(configuration, case.q_len, capacity.max_cache_length)
-        pieces = variants.pieces(configuration, capacity, case.batch, case.tokens, time_model.SMS)
+        pieces = variants.pieces(configuration, capacity, case.batch, case.tokens, gpu.multiprocessors)
         chosen.setdefault(variant, pieces)
     for variant, pieces in chosen.items():
         if variant.name not in rows:
@@ -207,8 +210,7 @@ def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Ite
             partitions=pieces,
             consumer_instructions=usual_trip(rows[variant.name], variant),
         )
-        form = variant.shape.precision + (f"x{variant.shape.terms}" if variant.shape.precision == "fp8" else "")
-        yield f"{OURS}cutlass {form}", microseconds
+        yield f"{OURS}cutlass {variant.shape.form}", microseconds
 
 
 def _triton_step(case: Case, gpu: Gpu, cost: StepCost, table: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -226,14 +228,15 @@ def _triton_step(case: Case, gpu: Gpu, cost: StepCost, table: Iterable[dict[str,
     if not fitting:
         return
     rows = case.heads * case.q_len
-    # On Hopper two tiles of 16 stand for one of 32 (triton_kernels/tiles.py).
-    size = 16 if rows <= 32 and 16 in fitting else min((size for size in fitting if size >= rows), default=max(fitting))
+    size = rows_for(rows, find_target(TARGET_OF[gpu]))
+    if size not in fitting:
+        size = min((each for each in fitting if each >= rows), default=max(fitting))
     floor = floor_of(fitting[size], gpu)
-    tiles = -(-rows // size)
+    tiles = ceildiv(rows, size)
     per_key = max(floor.memory, tiles * floor.issue, tiles * floor.tensor)
     io_us = cost.bytes / gpu.terabytes_per_second * 1e-6
-    yield f"{OURS}triton{AT_LEAST}", max(io_us, sum(case.kv_lens) * per_key / MULTIPROCESSORS[gpu] / 1e3)
+    yield f"{OURS}triton (at least)", max(io_us, sum(case.kv_lens) * per_key / gpu.multiprocessors / 1e3)
 
 
 def _memory_ns(bytes_per_token: float, gpu: Gpu) -> float:
-    return bytes_per_token * MULTIPROCESSORS[gpu] / (gpu.terabytes_per_second * 1e3)
+    return bytes_per_token * gpu.multiprocessors / (gpu.terabytes_per_second * 1e3)

@@ -1,7 +1,6 @@
 """The bench as pictures: the roofline, time against context, share of the floor. One source and device a picture.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers say the same again. A red ring is a
-case that one of ours loses to a peer.
+Markers say the same as colours, again. A red ring is a case that one of ours loses to a peer.
 """
 
 from __future__ import annotations
@@ -12,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedmla.bench.rows import Row
-from pagedmla.hardware.cost import Gpu
-from pagedmla.plugin.pictures import write_picture
+from pagedmla.hardware.cost import Roof
+from pagedmla.kv_cache.checks import Refusal, ceildiv
+from pagedmla.plugin.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW
+from pagedmla.plugin.pictures import new_figure, write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
+COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY_BLUE, BLACK, YELLOW)
 MARKERS = "osD^vP*X"
 _DPI = 90
 
@@ -30,21 +31,16 @@ def expect_matplotlib() -> None:
         raise ImportError("pictures need matplotlib: pip install pagedmla[plots]")
 
 
-def draw(rows: Sequence[Row], roof: Gpu | None, title: str, folder: Path, stem: str) -> list[Path]:
+def draw(rows: Sequence[Row], roof: Roof | None, title: str, folder: Path, stem: str) -> list[Path]:
     """Writes STEM-roofline.png (where there is a roof), STEM-context.png and STEM-floor.png; returns their paths.
 
     ImportError names the extra where matplotlib isn't installed, ValueError where there is nothing to draw.
     """
     if not rows:
-        raise ValueError("pictures: expected at least one row to draw; got none")
+        raise Refusal("pictures: expected at least one row to draw; got none")
     if len({(row.source, row.device) for row in rows}) > 1:
-        raise ValueError("pictures: expected rows of one source and device; measured and model aren't drawn together")
+        raise Refusal("pictures: expected rows of one source and device; measured and model aren't drawn together")
     expect_matplotlib()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Figure] = {"context": _context(rows), "floor": _floor(rows)}
     if roof is not None:
@@ -54,16 +50,14 @@ def draw(rows: Sequence[Row], roof: Gpu | None, title: str, folder: Path, stem: 
         figure.suptitle(f"{title}: {rows[0].source}", fontsize=10)
         path = folder / f"{stem}-{name}.png"
         write_picture(figure, path, _DPI)
-        pyplot.close(figure)
         written.append(path)
     return written
 
 
-def _roofline(rows: Sequence[Row], roof: Gpu) -> Figure:
+def _roofline(rows: Sequence[Row], roof: Roof) -> Figure:
     """TFLOP/s against FLOPs a byte, under what memory and multipliers allow."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    figure = new_figure(7, 5)
+    axis = figure.subplots()
     intensities = [1e3 * row.tflop_per_s / row.gb_per_s for row in rows]
     ridge = roof.bf16_tflops / roof.terabytes_per_second
     span = [min(*intensities, ridge) / 2, max(*intensities, ridge) * 2]
@@ -84,14 +78,11 @@ def _roofline(rows: Sequence[Row], roof: Gpu) -> Figure:
 
 def _context(rows: Sequence[Row]) -> Figure:
     """Microseconds against keys of the step, a panel a layout and number of heads, a line a number of requests."""
-    from matplotlib import pyplot
-
     panels = list(dict.fromkeys((row.layout, row.heads) for row in rows))
     across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    figure, axes = pyplot.subplots(
-        down, across, figsize=(4.2 * across, 3.4 * down), sharey=True, squeeze=False, layout="constrained"
-    )
+    down = ceildiv(len(panels), across)
+    figure = new_figure(4.2 * across, 3.4 * down)
+    axes = figure.subplots(down, across, sharey=True, squeeze=False)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     for axis, (layout, heads) in zip(axes.flat, panels):
@@ -113,9 +104,8 @@ def _context(rows: Sequence[Row]) -> Figure:
 
 def _floor(rows: Sequence[Row]) -> Figure:
     """Share of the floor against FLOPs of the step: where time goes to something else than the work."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    figure = new_figure(7, 5)
+    axis = figure.subplots()
     for name, colour, marker, mine in _by_contender(rows):
         points = [(r.tflop_per_s * r.microseconds * 1e-3, 100 * r.share_of_floor) for r in mine if r.share_of_floor]
         if points:
@@ -128,10 +118,11 @@ def _floor(rows: Sequence[Row]) -> Figure:
 
 
 def _by_contender(rows: Sequence[Row]) -> list[tuple[str, str, str, list[Row]]]:
-    names = sorted({row.contender for row in rows}, key=lambda name: (not name.startswith("pagedmla"), name))
+    """Name, colour, marker and rows of each; ours come first."""
+    found = sorted({(not row.ours, row.contender) for row in rows})
     return [
         (name, COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)], [row for row in rows if row.contender == name])
-        for at, name in enumerate(names)
+        for at, (_, name) in enumerate(found)
     ]
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 
 from pagedmla.bench.clocks import CpuClock
-from pagedmla.hardware.cost import GPUS, Gpu
+from pagedmla.hardware.cost import B200, H100, H200, Gpu, Roof
+
+# By the name that their driver gives. Others of a family (PCIe, NVL, GH200, GB200) have other memory, clocks or power.
+CARDS = {"NVIDIA H100 80GB HBM3": H100, "NVIDIA H200": H200, "NVIDIA B200": B200}
 
 _READ = 256 << 20  # bytes, beyond any last-level cache here
 _SIDE = 1024  # of the matrices that are multiplied
 
 
-def roof_of(device: torch.device) -> Gpu | None:
+def roof_of(device: torch.device) -> Roof | None:
     """The peaks of a device; None for a GPU that isn't listed."""
     if device.type == "cuda":
         return gpu_named(torch.cuda.get_device_name(device))
@@ -19,11 +22,11 @@ def roof_of(device: torch.device) -> Gpu | None:
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The published peaks of a GPU by the name that its driver gives, or None."""
-    return next((gpu for gpu in GPUS if gpu.name.split()[0] in name), None)
+    """The published peaks of the card that a driver calls so; None for one that isn't listed."""
+    return CARDS.get(name)
 
 
-def cpu_roof() -> Gpu:
+def cpu_roof() -> Roof:
     """Measured now, with as many threads as torch has: reading memory, and multiplying float32 matrices.
 
     The torch executor multiplies in float32, so that is the peak of every precision here.
@@ -34,4 +37,4 @@ def cpu_roof() -> Gpu:
     (read_us,) = clock([lambda: memory.sum()])
     (multiply_us,) = clock([lambda: a @ b])
     tflops = 2 * _SIDE**3 / multiply_us / 1e6
-    return Gpu("this CPU", _READ / read_us / 1e6, tflops, tflops)
+    return Roof("this CPU", _READ / read_us / 1e6, tflops, tflops)

@@ -8,28 +8,28 @@ from itertools import groupby
 from typing import Any
 
 from pagedmla.bench.cases import Case
-from pagedmla.bench.contenders import OURS
-from pagedmla.hardware.cost import Gpu, StepCost
+from pagedmla.hardware.cost import Roof, StepCost
 
 MEASURED, MODEL = "measured", "model"
-ORACLE = OURS + "reference"  # the float64 meaning: timed, and no party to a race
-AT_LEAST = " (at least)"  # ends the name of a contender of whom only a bound is known
 
 
 @dataclass(frozen=True)
 class Row:
     """Microseconds are measured or a model's, as `source` says; `device` is where, or which GPU the model is of.
 
-    contender, reads          who, and the cache format that it reads
+    contender, ours, reads    who, whether it is pagedmla's, and the cache format that it reads
     correct, relative_l2      against float64, the largest row (None: a model computes no output)
     share_of_floor            of the least time that the device could need for this contender's bytes and FLOPs; None
                               without a floor, and of a bound, which would be set against itself
     best_peer, speedup        of ours: the fastest correct peer in the same case, and its time over ours (< 1: we lose)
+    bound                     its time is only the least that it could be
+    oracle                    the float64 meaning: timed, and no party to a race
     """
 
     source: str
     device: str
     contender: str
+    ours: bool
     reads: str
     layout: str
     heads: int
@@ -45,24 +45,17 @@ class Row:
     share_of_floor: float | None
     best_peer: str | None = None
     speedup: float | None = None
+    bound: bool = False
+    oracle: bool = False
 
     @property
     def case(self) -> Case:
         return Case(self.layout, self.heads, self.batch, self.kv_len, self.q_len, self.lengths)
 
     @property
-    def ours(self) -> bool:
-        return self.contender.startswith(OURS)
-
-    @property
-    def bound(self) -> bool:
-        """Whether its time is only the least that it could be."""
-        return self.contender.endswith(AT_LEAST)
-
-    @property
     def loses(self) -> bool:
         """Against a peer; never of the oracle, which isn't meant to be fast."""
-        return self.speedup is not None and self.speedup < 1 and self.contender != ORACLE
+        return self.speedup is not None and self.speedup < 1 and not self.oracle
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -76,18 +69,22 @@ def make_row(
     source: str,
     device: str,
     contender: str,
+    ours: bool,
     reads: str,
-    roof: Gpu | None,
+    roof: Roof | None,
     fp8_mma: bool,
+    bound: bool = False,
+    oracle: bool = False,
     relative_l2: float | None = None,
     tolerance: float | None = None,
 ) -> Row:
     """A row with what follows from its time; `roof` gives the floor, None leaves it out."""
-    floor = None if roof is None or contender.endswith(AT_LEAST) else cost.floor_us(roof, fp8_mma=fp8_mma)
+    floor = None if roof is None or bound else cost.floor_us(roof, fp8_mma=fp8_mma)
     return Row(
         source=source,
         device=device,
         contender=contender,
+        ours=ours,
         reads=reads,
         layout=case.layout,
         heads=case.heads,
@@ -101,6 +98,8 @@ def make_row(
         gb_per_s=_significant(cost.bytes / microseconds / 1e3),
         tflop_per_s=_significant(cost.flops / microseconds / 1e6),
         share_of_floor=None if floor is None else round(floor / microseconds, 3),
+        bound=bound,
+        oracle=oracle,
     )
 
 
@@ -119,7 +118,7 @@ def beside_peers(rows: Sequence[Row]) -> list[Row]:
 
 def was_compared(row: Row) -> bool:
     """Whether the row is ours, no oracle, and stands beside a peer that was right."""
-    return row.speedup is not None and row.contender != ORACLE
+    return row.speedup is not None and not row.oracle
 
 
 def losing_regions(rows: Iterable[Row]) -> list[str]:

@@ -36,7 +36,7 @@ from pagedmla.bench.clocks import Clock, CpuClock, CudaClock
 from pagedmla.bench.measure import device_name, measure
 from pagedmla.bench.roofs import roof_of
 from pagedmla.bench.rows import MEASURED, Row, losing_regions, was_compared, wrong_rows
-from pagedmla.hardware.cost import H200, Gpu
+from pagedmla.hardware.cost import H200, Roof
 from pagedmla.kv_cache.files import write_text
 
 _WIDTH = 150  # where the output is no terminal
@@ -69,7 +69,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
-        self.roof: Gpu | None = roof_of(self.device)
+        self.roof: Roof | None = roof_of(self.device)
         self._clock: Clock = CudaClock(self.device) if self.device.type == "cuda" else CpuClock()
 
     def measure(self, cases: Sequence[Case], after_each: Callable[[], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The kernels' arguments in one place: order, packing and meaning. The launcher packs by it, the kernels are traced so.
+"""The kernels' arguments: order, packing and meaning. The launcher packs by it; the kernels' signatures repeat it.
 
 A tensor map goes by value (128 bytes at a multiple of 64), a pointer as 8 bytes, a number as 4 or 8. Strides count
 elements of their tensor. rows = T * H, rows of q and out in the order [token, head].
@@ -33,8 +33,8 @@ DECODE = (
     Argument("partial_out", POINTER, "[partitions, rows, 512] float32"),
     Argument("partial_lse", POINTER, "[partitions, rows] float32"),
     Argument("pieces", POINTER, "[rows] int32, written: how many pieces each row was cut into"),
-    Argument("stride_scale_page", INT64, ""),
-    Argument("stride_scale_slot", INT64, ""),
+    Argument("stride_scale_page", INT64, "0: one scale for the tensor"),
+    Argument("stride_scale_slot", INT64, "0: one scale for the tensor"),
     Argument("stride_q_token", INT64, "a multiple of 8"),
     Argument("stride_q_head", INT64, "a multiple of 8"),
     Argument("stride_out_token", INT64, "even"),

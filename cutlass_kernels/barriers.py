@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 
-from pagedmla.cutlass_kernels.protocol import Action, Protocol
+from pagedmla.cutlass_kernels.protocol import BARRIER_BYTES, Action, Following, Protocol
 from pagedmla.cutlass_kernels.traced import Traced
-
-_BYTES = 8
 
 
 class Barriers(Traced):
@@ -21,16 +17,20 @@ class Barriers(Traced):
     def __init__(self, protocol: Protocol, base: Any) -> None:
         self.protocol = protocol
         self._base = cute.recast_ptr(base, dtype=cutlass.Int64)
-        self._section: AbstractContextManager[Callable[..., Any]] | None = None
-        self._follow: Callable[..., Any] | None = None
+        self._following: Following | None = None
+
+    def stage(self, ring: str, fill: Any) -> Any:
+        """Where a fill of a ring lies."""
+        return self.protocol.ring(ring).stage(fill)
 
     def full(self, ring: str, fill: Any) -> Any:
-        first = self.protocol.full_offset(ring, 0) // _BYTES
-        return self._base + first + self.protocol.ring(ring).stage(fill)
+        return self._at(self.protocol.full_offset(ring, 0), ring, fill)
 
     def empty(self, ring: str, fill: Any) -> Any:
-        first = self.protocol.empty_offset(ring, 0) // _BYTES
-        return self._base + first + self.protocol.ring(ring).stage(fill)
+        return self._at(self.protocol.empty_offset(ring, 0), ring, fill)
+
+    def _at(self, first: int, ring: str, fill: Any) -> Any:
+        return self._base + first // BARRIER_BYTES + self.stage(ring, fill)
 
     def initialise(self) -> None:
         """By one thread of the CTA."""
@@ -39,7 +39,7 @@ class Barriers(Traced):
                 cute.arch.mbarrier_init(self.full(ring.name, stage), ring.full)
                 cute.arch.mbarrier_init(self.empty(ring.name, stage), ring.empty)
 
-    # Each call is a step of the protocol; `block` is its block beside the trip's own (0, -1 or 2).
+    # Each call is a step of the protocol; `block` is its block relative to the trip's (0, -1 or 2).
 
     def wait(self, ring: str, fill: Any, block: int = 0) -> None:
         self.step(Action.WAIT, ring, block)
@@ -64,16 +64,15 @@ class Barriers(Traced):
             cute.arch.mbarrier_arrive(self.empty(ring, fill))
 
     def step(self, action: Action, ring: str, block: int = 0) -> None:
-        """Hold the step that is being traced to the table (protocol.following)."""
-        if self._follow is not None:
-            self._follow(action, ring, block)
+        """Hold the step that is being traced to the table."""
+        if self._following is not None:
+            self._following.step(action, ring, block)
 
     def begin(self, role: str, section: str, blocks: tuple[int, ...] | None = None) -> None:
-        """What is traced until `end` is this section of a role's steps, in the table's order; `blocks`: see there."""
-        self._section = self.protocol.following(role, section, blocks)
-        self._follow = self._section.__enter__()
+        """What is traced until `end` is this section of a role's steps, in the table's order (Protocol.following)."""
+        self._following = self.protocol.following(role, section, blocks)
 
     def end(self) -> None:
-        if self._section is not None:
-            self._section.__exit__(None, None, None)
-        self._section = self._follow = None
+        if self._following is not None:
+            self._following.end()
+        self._following = None

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pagedmla.cutlass_kernels.cubin_cache import Cubin, CubinCache, CubinError, dsl_version, source_digest
 from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
@@ -119,13 +119,25 @@ def _result(folder: Path, name: str) -> Built | str:
     return Built((folder / f"{name}.ptx").read_text(), (folder / f"{name}.cubin").read_bytes())
 
 
-def _child(folder: Path, names: Sequence[str]) -> None:
-    from pagedmla.cutlass_kernels.variants import trace
+def _compiled(variant: Variant | CombineVariant) -> Any:
+    """The variant, compiled by the DSL: an object with `__ptx__` (text) and `__cubin__` (bytes). Needs no GPU.
 
+    CUTE_DSL_KEEP must name ptx and cubin before the DSL is first imported.
+    """
+    if isinstance(variant, CombineVariant):
+        from pagedmla.cutlass_kernels.combine import compile_combine
+
+        return compile_combine(variant)
+    from pagedmla.cutlass_kernels.decode_sm90 import compile_decode
+
+    return compile_decode(variant)
+
+
+def _child(folder: Path, names: Sequence[str]) -> None:
     by_name = {variant.name: variant for variant in ALL}
     for name in names:
         try:
-            compiled = trace(by_name[name])
+            compiled = _compiled(by_name[name])
             (folder / f"{name}.ptx").write_text(compiled.__ptx__)
             (folder / f"{name}.cubin").write_bytes(compiled.__cubin__)
         except Exception as error:  # whatever the compiler has against this variant; the others go on

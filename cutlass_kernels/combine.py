@@ -21,6 +21,7 @@ start      decode lets this kernel start at once (launch_dependents); every thre
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import cutlass
@@ -118,7 +119,7 @@ class Combine:
                 ptx.store_shared(self._at(memory, "many") + 4 * warp, many)
             cute.arch.sync_threads()
             self._by_all(places, memory, warp, lane, first, ctas)
-            for fewer, most in zip((1, *variant.alone[:-1]), variant.alone, strict=True):
+            for fewer, most in pairwise((1, *variant.alone)):
                 self._by_warp(places, count_at, warp, lane, first, ctas, fewer, most)
 
     # -- few pieces: a warp ------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class Combine:
             quarter = self.variant.quarter(first, warp, bit, ctas)
             pieces = cute.arch.shuffle_sync(count, bit)
             columns = _Columns(self.variant, places, quarter, lane, Int32(0), 1, pieces)
-            columns.load(min(most, self.variant.ahead))
+            columns.load(min(most, self.variant.first_loads))
             lse = self._load_lse(places, quarter, lane & 15, pieces)
             peak = _largest(lse, 16)
             sums, total = columns.fold(_weight(lse, peak), most)

@@ -81,10 +81,9 @@ def warp_instructions_per_token(code: Sequence[Instruction]) -> float | None:
 
 
 def find_trip(code: Sequence[Instruction]) -> tuple[Loop, list[Loop]] | None:
-    """The consumers' loop, the smallest with most tensor instructions; None where there are none.
+    """The consumers' loop: the smallest of those with more than half as many tensor instructions as the fullest.
 
-    The others are those of the first scores, before it, and of the last values, behind it. With the loop come those
-    inside it that hold some: score chunks, SCORE_TRIPS of them a trip.
+    With it, the loops inside it that hold some: score chunks, SCORE_TRIPS trips each. None where there are none at all.
     """
     held = [(loop, sum(sass.classify(code[i]) == "tensor" for i in loop.body)) for loop in natural_loops(code)]
     all_of_them = max((count for _, count in held), default=0)

@@ -28,19 +28,23 @@ _MEET_ALL = 1 + WARPGROUPS  # named barriers: 1 and 2 are a warpgroup's own, 3 i
 class Place(NamedTuple):
     """Where a thread stands."""
 
-    which: Any  # warpgroup
+    which: Any  # consumer: 0 or 1
     thread: Any  # in it
     warp: Any
     lane: Any
 
 
 class Consumer(Traced):
-    """What all steps of a consumer share: the variant, its memory, its barriers."""
+    """What all steps of a consumer share: the variant, its memory, its barriers.
+
+    smem, smem_address   the CTA's shared memory, as a pointer and as an Int32
+    own_rows             query rows that a thread holds: its columns of an accumulator
+    """
 
     def __init__(self, variant: Variant, barriers: Barriers, smem: Any, smem_address: Any, place: Place) -> None:
         self.variant, self.shape, self.barriers = variant, variant.shape, barriers
         self.smem, self.smem_address, self.place = smem, smem_address, place
-        self.columns = self.shape.rows // 4  # accumulator columns that a thread has
+        self.own_rows = self.shape.rows // 4
 
     def at(self, name: str, array: Any = 0) -> Any:
         """Address of a statistic: the `array`-th [rows] of that name."""
@@ -48,19 +52,18 @@ class Consumer(Traced):
 
     def latent(self, fill: Any) -> Any:
         """Address of a stage's latent panels."""
-        stage = self.barriers.protocol.ring("keys").stage(fill)
-        return self.smem_address + self.shape.latent_offset + stage * LATENT_BYTES
+        return self.smem_address + self.shape.latent_offset + self.barriers.stage("keys", fill) * LATENT_BYTES
 
-    def own(self, kind: Any, name: str, array: Any = 0, first: int = 0, number: int | None = None) -> list[Any]:
-        """`number` of the thread's columns of a statistic, from `first` on (multiples of 4; None: all)."""
-        address = self.at(name, array) + (self.place.lane & 3) * (4 * self.columns)
+    def own(self, dtype: Any, name: str, array: Any = 0, *, first: int = 0, number: int | None = None) -> list[Any]:
+        """A statistic of `number` of the thread's rows, from `first` on (multiples of 4; None: all)."""
+        address = self.at(name, array) + (self.place.lane & 3) * (4 * self.own_rows)
         values: list[Any] = []
-        for start in range(first, first + (number or self.columns), 4):
-            values += ptx.load_shared(kind, address, 4, 4 * start)
+        for start in range(first, first + (number or self.own_rows), 4):
+            values += ptx.load_shared(dtype, address, 4, 4 * start)
         return values
 
     def fold(self, values: list[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
-        """A value a column, combined over the warp's keys: those of `fragments.folded_column`."""
+        """A value for each of the thread's rows, combined over the warp's keys: those of `fragments.folded_row`."""
         for bit in (4, 3, 2):
             distance = 1 << bit
             if len(values) == 1:
@@ -76,8 +79,8 @@ class Consumer(Traced):
 
     def folded(self, name: str, array: Any) -> Any:
         """Address of the statistics that stay with the lane."""
-        column = (self.place.lane & 3) * self.columns + fragments.folded_column(self.place.lane, self.columns)
-        return self.at(name, array) + 4 * column
+        row = (self.place.lane & 3) * self.own_rows + fragments.folded_row(self.place.lane, self.own_rows)
+        return self.at(name, array) + 4 * row
 
     def own_warp(self, name: str) -> Any:
         """Address of those of the lane's warp, in "warp_peak" or "warp_sum"."""
@@ -96,9 +99,8 @@ class Consumer(Traced):
         """Whether this is the warpgroup's elected thread."""
         return self.place.thread == 0
 
-    def speaks_for_warp(self) -> Any:
-        """Whether this is the warp's elected thread; the warp has met, its writes are seen with what that one does."""
-        cute.arch.sync_warp()
+    def is_first_of_warp(self) -> Any:
+        """Whether this is the warp's elected thread. It speaks for a warp that has met (sync_warp)."""
         return self.place.lane == 0
 
     def meet_all(self) -> None:
@@ -109,8 +111,8 @@ class Consumer(Traced):
         return cute.make_rmem_tensor(((2, 2, (rows or self.shape.rows) // 8), 1, 1), Float32)
 
 
-class Start(NamedTuple):
-    """Products that can be started later: a call, and how many groups it leaves that are under way."""
+class Begin(NamedTuple):
+    """Products that can be begun later: a call, and how many groups it leaves that are under way."""
 
     call: Callable[[], None]
     groups: int = 1

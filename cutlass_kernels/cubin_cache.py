@@ -30,7 +30,7 @@ _DSL = "nvidia-cutlass-dsl"
 _PACKAGE = "pagedmla"
 _ROOT = Path(__file__).resolve().parent.parent
 # They import, at their top or inside functions, all that a kernel and its launch are made of.
-_KERNELS = ("pagedmla.cutlass_kernels.variants", "pagedmla.cutlass_kernels.arguments")
+_KERNELS = tuple(f"pagedmla.cutlass_kernels.{name}" for name in ("decode_sm90", "combine", "arguments"))
 _SET_FOLDERS = "PAGEDMLA_CUBINS"
 _TRAVELLING = Path("build", "cubins")
 _DIGITS = 16

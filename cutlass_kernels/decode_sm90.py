@@ -1,7 +1,7 @@
 """Decode for Hopper: FP8 paged MLA attention of a few query tokens a request, in the CUTLASS Python DSL.
 
 contract   see docs/contract.md; layouts fp8_rope_bf16, fp8_rope_bf16_prescaled, and fp8_flat with one scale a token or
-           a tensor; latent 512, rope 64; q and out bf16 or fp16; pages of 16 to 256 keys at strides of 16 bytes
+           a tensor; latent 512, rope 64; q and out bf16; pages of 16 to 256 keys at strides of 16 bytes
 arguments  arguments.py: `DECODE`
 meaning    reference/attention.py; the algorithm step by step: model.py
 grid       (workers * cluster,): CTAs that stay, each with an equal share of all tiles of keys (schedule.py)
@@ -24,18 +24,22 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor, make_ptr
 from cutlass.cute.typing import Pointer
 
 from pagedmla.cutlass_kernels import epilogue, queries, schedule, work
+from pagedmla.cutlass_kernels.arguments import DECODE, INT32, INT64, POINTER
 from pagedmla.cutlass_kernels.barriers import Barriers
-from pagedmla.cutlass_kernels.consumer import Consumer, Place, Start
+from pagedmla.cutlass_kernels.consumer import Begin, Consumer, Place
 from pagedmla.cutlass_kernels.producer import Pages, Producer
+from pagedmla.cutlass_kernels.protocol import Action
 from pagedmla.cutlass_kernels.scores import Scores
-from pagedmla.cutlass_kernels.tiles import ALIGNMENT, LATENT_PANELS, PANEL_BYTES, THREADS, WARPGROUPS
+from pagedmla.cutlass_kernels.tiles import ALIGNMENT, LATENT_PANELS, PANEL_BYTES, THREADS, WARPGROUPS, WARPS
 from pagedmla.cutlass_kernels.traced import Traced
 from pagedmla.cutlass_kernels.values import Values
 from pagedmla.cutlass_kernels.variants import Variant
 
+_ROLE = "consumer0"  # both do the same steps
+
 
 class ConsumerRole(Traced):
-    """Called with each item of the CTA's share."""
+    """Called with each item of the CTA's share: `fill` is its first tile's, the one behind its last is returned."""
 
     def __init__(
         self,
@@ -54,8 +58,7 @@ class ConsumerRole(Traced):
     def __call__(self, item: work.Item, fill: Int32, items: Int32) -> Int32:
         consumer, barriers, place = self.consumer, self.consumer.barriers, self.consumer.place
         first_row = queries.first_row(consumer, item, self.rank)
-        role = "consumer0"  # both do the same steps
-        barriers.begin(role, "before")
+        barriers.begin(_ROLE, "before")
         barriers.acquire("queries", items)
         queries.load_queries(consumer, self.rows, item, first_row)
         if place.which == 0:
@@ -70,10 +73,10 @@ class ConsumerRole(Traced):
         barriers.wait("queries", items)
         barriers.end()
         if item.tiles > 0:
-            self._walk(role)
-        barriers.begin(role, "after")
+            self._walk()
+        barriers.begin(_ROLE, "after")
         piece, pieces = work.pieces_of(self.notes)
-        epilogue.finish(consumer, self.values, self.outputs, piece, pieces)
+        epilogue.write(consumer, self.values, self.outputs, piece, pieces)
         consumer.meet()
         if consumer.is_first():
             barriers.release("queries", work.items_before(self.notes))
@@ -82,102 +85,99 @@ class ConsumerRole(Traced):
         return keys.fill + keys.tiles
 
     @cute.jit
-    def _walk(self, role: cutlass.Constexpr) -> None:
+    def _walk(self) -> None:
         """All tiles of an item. The consumer scores every other one; its last trip may multiply the other's alone."""
         barriers, ahead = self.consumer.barriers, self.consumer.shape.ahead
         known = work.range_of(self.notes)
         tile = Int32(self.consumer.place.which)
         if cutlass.const_expr(ahead):
-            barriers.begin(role, "trip", (2,))
-            self._start_all(known, tile)
+            barriers.begin(_ROLE, "trip", (2,))
+            for part in self._following(known, tile, 1):
+                part.call()
             barriers.end()
         running = Int32(tile < known.tiles)
         while running != 0:
-            barriers.begin(role, "trip")
+            barriers.begin(_ROLE, "trip")
             self._trip(known, tile)
             barriers.end()
             tile += WARPGROUPS
-            running = Int32(tile < self._again(known).tiles)
-        keys = self._again(known)
+            running = Int32(tile < self._keys(known).tiles)
+        keys = self._keys(known)
         if tile == keys.tiles:
-            barriers.begin(role, "trip", (-1,))
+            barriers.begin(_ROLE, "trip", (-1,))
             fill = keys.fill + tile - 1
             barriers.wait("keys", fill, -1)
             self.values.prepare(keys, tile - 1)
-            self.values.load(fill, self.values.previous)
+            self.values.load(fill, self.values.matrices_before)
             barriers.wait("probabilities", fill, -1)
             self.values.rescale(fill)
-            self.values.multiply(fill, self.values.previous, -1)
+            self.values.multiply(fill, self.values.matrices_before, -1)
             barriers.end()
         if cutlass.const_expr(ahead):
             warpgroup.wait_group(0)
 
-    def _again(self, keys: work.Keys) -> work.Keys:
+    def _keys(self, keys: work.Keys) -> work.Keys:
         """The item's range; with 64 rows read anew, for it would cost registers where they are short."""
         return work.range_of(self.notes) if self.consumer.shape.rows > 32 else keys
 
-    def _start_all(self, keys: work.Keys, tile: Any) -> None:
-        for start in self._following(keys, tile, 1):
-            start.call()
+    def _following(self, keys: work.Keys, tile: Any, back: int) -> Sequence[Begin]:
+        """What begins the scores of a tile to come.
 
-    def _following(self, keys: work.Keys, tile: Any, back: int) -> Sequence[Start]:
-        """What begins the scores of a tile to come; past the end those of the tile `back` before it.
-
-        Those nobody looks at, whatever the stage holds by then; they are there so that no branch stands where products
-        are under way.
+        Past the end it takes those of the tile `back` before it again, whatever its stage holds by then: nobody looks
+        at them, they spare a branch where products are under way.
         """
         if not self.consumer.shape.ahead:
             return ()
         fill = keys.fill + tile - (1 - Int32(tile < keys.tiles)) * back
-        first, *others = self.scores.starts(fill)
-        return Start(partial(self._when_there, fill, first.call), first.groups), *others
+        first, *others = self.scores.parts_of(fill)
+        return Begin(partial(self._when_there, fill, first.call), first.groups), *others
 
-    def _when_there(self, fill: Any, start: Callable[[], None]) -> None:
+    def _when_there(self, fill: Any, begin: Callable[[], None]) -> None:
         self.consumer.barriers.wait("keys", fill, 2)
-        start()
+        begin()
 
     @cute.jit
     def _trip(self, known: work.Keys, tile: Int32) -> None:
         """The trip at the consumer's own tile, in the order of the protocol."""
         consumer, barriers, scores, values = self.consumer, self.consumer.barriers, self.scores, self.values
-        keys = self._again(known)
+        keys = self._keys(known)
         fill = keys.fill + tile
         if cutlass.const_expr(not consumer.shape.ahead):
             barriers.wait("keys", fill)
-            scores.start(fill)
+            scores.begin(fill)
         scores.finish(keys, tile)
         before = fill - Int32(tile > 0)  # the first tile stands in for the one before it
         if tile > 0:
             barriers.wait("keys", before, -1)
-        values.load(before, values.previous)
+        values.load(before, values.matrices_before)
         consumer.meet()
         if tile > 0:
             barriers.wait("probabilities", before, -1)
         barriers.acquire("probabilities", fill)
         scores.settle(fill)
-        keys = self._again(known)
+        keys = self._keys(known)
         values.prepare(keys, tile)
         if cutlass.const_expr(consumer.shape.matrices_ahead > 1):
-            values.load(fill, values.own)
+            values.load(fill, values.matrices_own)
         consumer.meet()
         scores.store(fill)
         cute.arch.fence_proxy("async.shared", space="cta")
-        if consumer.speaks_for_warp():
+        cute.arch.sync_warp()
+        if consumer.is_first_of_warp():
             barriers.commit("probabilities", fill)
         if tile > 0:
             values.rescale(before)
-            values.multiply(before, values.previous, -1)
+            values.multiply(before, values.matrices_before, -1)
         values.rescale(fill)
         if cutlass.const_expr(consumer.shape.matrices_ahead == 1):
-            values.load(fill, values.own)
+            values.load(fill, values.matrices_own)
         barriers.wait("probabilities", fill)
-        values.multiply(fill, values.own, 0, self._following(self._again(known), tile + WARPGROUPS, WARPGROUPS))
+        values.multiply(fill, values.matrices_own, 0, self._following(self._keys(known), tile + WARPGROUPS, WARPGROUPS))
 
     def _seen_by_all(self, item: work.Item, first_row: Any) -> Any:
         """Keys that each of the CTA's rows sees: its first token's, if causal."""
         token = first_row // self.rows.heads
-        seen = schedule.smaller(schedule.at_least_zero(item.request.cache_length + token + 1), item.request.kv_len)
-        return self.causal * seen + (1 - self.causal) * item.request.kv_len
+        return schedule.keys_seen(item.request.cache_length, item.request.kv_len, token, self.causal)
 
 
 class Decode:
@@ -199,7 +199,7 @@ class Decode:
         workers: Int32,
         stream: Any,
     ) -> None:
-        """`latent` and `rope`: bytes [width, page_size, pages]."""
+        """`latent` and `rope`: bytes [width, page_size, pages]; the others are in the order of `arguments.DECODE`."""
         variant = self.variant
         latent_map = self._map(latent, PANEL_BYTES)
         rope_map = self._map(rope, variant.shape.rope_bytes)
@@ -266,7 +266,7 @@ class Decode:
         smem = cute.arch.get_dyn_smem(Uint8, alignment=ALIGNMENT)
         address = Int32(smem.toint())
         barriers = Barriers(protocol, smem + variant.shape.place("barriers"))
-        if partitions > 1:  # the merge may come as CTAs fall free; why that is safe: combine.py
+        if partitions > 1:  # the merge may come as CTAs end; why that is safe: combine.py
             cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             barriers.initialise()
@@ -275,8 +275,8 @@ class Decode:
             cache_lengths.toint(), query_start_loc.toint(), batch, tokens, heads, workers, partitions
         )
         search = address + variant.shape.place("search")
-        work.find_share(lengths, worker, thread, search, variant.rows, protocol.threads)
-        found = search + 16 * (protocol.threads // 32)
+        # All threads meet in there: behind it the barriers are seen.
+        found = work.find_share(lengths, worker, thread, search, variant.rows, protocol.threads)
         notes = work.Notes(found, address + variant.shape.place("notes") + 64 * warp)
         if cutlass.const_expr(variant.cluster > 1):
             cute.arch.cluster_arrive()
@@ -302,8 +302,8 @@ class Decode:
                 work.walk(producer, lengths, worker, notes, variant.rows)
         else:
             cute.arch.setmaxregister_increase(protocol.role("consumer0").registers)
-            which = warp // 4 - producer_warps // 4
-            place = Place(which, thread % THREADS, warp % 4, lane)
+            which = warp // WARPS - producer_warps // WARPS
+            place = Place(which, thread % THREADS, warp % WARPS, lane)
             consumer = Consumer(variant, barriers, smem, address, place)
             rows = queries.Rows(q.toint(), stride_q_token, stride_q_head, heads, scale_log2)
             outputs = epilogue.Outputs(
@@ -319,27 +319,34 @@ class Decode:
             )
             role = ConsumerRole(consumer, rows, outputs, rank, causal, notes)
             work.walk(role, lengths, worker, notes, variant.rows)
-        if cutlass.const_expr(len(protocol.role("producer").finish) > 0):
-            cute.arch.cluster_arrive()  # nobody may arrive at a CTA that has left
+        if cutlass.const_expr(variant.cluster > 1):
+            barriers.begin("producer", "finish")  # consumers do the same
+            barriers.step(Action.MEET, "cluster")
+            cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+            barriers.end()
 
 
 def compile_decode(variant: Variant) -> Any:
-    """The variant compiled for sm_90a. Needs no GPU."""
+    """The variant compiled for sm_90a. Needs no GPU. ValueError for fp16 with 64 rows, which the model alone knows."""
+    if variant.shape.rows > 32 and variant.shape.precision == "fp16":
+        raise ValueError(f"{variant.name}: expected at most 32 rows with fp16: more leave its rope no accumulators")
 
     def plane(width: int) -> Any:
         shape = (width, cute.sym_int32(), cute.sym_int32())
         strides = (1, cute.sym_int64(divisibility=16), cute.sym_int64(divisibility=16))
         return make_fake_tensor(Uint8, shape, strides, assumed_align=16)
 
-    pointers = tuple(make_ptr(Uint8, 16, cute.AddressSpace.gmem, assumed_align=16) for _ in range(11))
+    def each(kind: str, value: Callable[[], Any]) -> tuple[Any, ...]:
+        return tuple(value() for argument in DECODE if argument.kind == kind)
+
     return cute.compile(
         Decode(variant),
         plane(LATENT_PANELS * PANEL_BYTES),
         plane(variant.shape.rope_bytes),
-        pointers,
-        tuple(Int64(16) for _ in range(6)),
-        tuple(Int32(1) for _ in range(8)),
+        each(POINTER, lambda: make_ptr(Uint8, 16, cute.AddressSpace.gmem, assumed_align=16)),
+        each(INT64, lambda: Int64(16)),
+        each(INT32, lambda: Int32(1)),
         Float32(1.0),
         Int32(132),
         make_fake_stream(),

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagedmla.cutlass_kernels import fragments
-from pagedmla.cutlass_kernels.tiles import KEYS, LATENT, PANEL_BYTES, THREADS, WARPS, Shape
+from pagedmla.cutlass_kernels.tiles import KEYS, LATENT, PANEL_BYTES, WARPS, Shape
 
 Array = NDArray[Any]
 
@@ -151,15 +151,6 @@ def read_operand(memory: NDArray[np.uint8], rows: int, row_bytes: int, panel: in
     byte = np.arange(row_bytes)
     seen: NDArray[np.uint8] = memory[fragments.panel_byte(np.arange(rows)[:, None], byte, rows, panel)]
     return seen
-
-
-def accumulators(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """An m64nN result as registers [N / 2, 128 threads]."""
-    register = np.arange(values.shape[1] // 2)[:, None]
-    lane, warp = np.arange(THREADS) % 32, np.arange(THREADS) // 32
-    row = fragments.accumulator_row(lane, warp, register)
-    held: NDArray[np.float32] = values[row, fragments.accumulator_column(lane, register)]
-    return held
 
 
 # -- WGMMA -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64
 from pagedmla.cutlass_kernels import ptx
 from pagedmla.cutlass_kernels.consumer import Consumer
 from pagedmla.cutlass_kernels.protocol import Action
-from pagedmla.cutlass_kernels.tiles import COLUMN_TILE, COLUMN_TILES, COLUMNS, LATENT
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILE, COLUMN_TILES, COLUMNS, LATENT, WARPGROUPS
 
 
 class Outputs(NamedTuple):
@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
 
 
 @cute.jit
-def finish(
+def write(
     consumer: cutlass.Constexpr,
     values: cutlass.Constexpr,
     outputs: Outputs,
@@ -41,38 +41,37 @@ def finish(
     shape, place = consumer.shape, consumer.place
     consumer.barriers.step(Action.MEET, "consumers")
     consumer.meet_all()  # each consumer's sums and its running maximum are in shared memory
-    row = place.thread
-    if row < shape.rows:
-        _settle(consumer, outputs, piece, pieces, row)
+    if place.thread < shape.rows:
+        _normalise(consumer, outputs, piece, pieces, place.thread)
     consumer.meet()
     inverses = consumer.own(Float32, "gain", place.which)
     addresses = _own_addresses(consumer)
     first = place.which * COLUMNS + 16 * place.warp + 2 * (place.lane >> 2)  # see fragments.output_column
     if pieces == 1:
-        for column in cutlass.range_constexpr(consumer.columns):
-            if addresses[column] != 0:
-                start = addresses[column] + first * 2
+        for row in cutlass.range_constexpr(consumer.own_rows):
+            if addresses[row] != 0:
+                start = addresses[row] + first * 2
                 for tile in cutlass.range_constexpr(COLUMN_TILES):
-                    low, high = (x * inverses[column] for x in values.pair(tile, column))
+                    low, high = (x * inverses[row] for x in values.pair(tile, row))
                     pair = ptx.pack_half2(low, high, consumer.variant.dtype)
                     ptx.store_global(start + tile * (COLUMN_TILE * 2), pair)
     else:
-        for column in cutlass.range_constexpr(consumer.columns):
-            if addresses[column] != 0:
-                start = addresses[column] + first * 4
+        for row in cutlass.range_constexpr(consumer.own_rows):
+            if addresses[row] != 0:
+                start = addresses[row] + first * 4
                 for tile in cutlass.range_constexpr(COLUMN_TILES):
-                    low, high = (x * inverses[column] for x in values.pair(tile, column))
+                    low, high = (x * inverses[row] for x in values.pair(tile, row))
                     ptx.store_global(start + tile * (COLUMN_TILE * 4), low, high)
 
 
 @cute.jit
-def _settle(consumer: cutlass.Constexpr, outputs: Outputs, piece: Int32, pieces: Int32, row: Int32) -> None:
+def _normalise(consumer: cutlass.Constexpr, outputs: Outputs, piece: Int32, pieces: Int32, row: Int32) -> None:
     """A thread a row: 1 / sum into `gain`; one consumer also stores the LSE."""
     none = Float32(-Float32.inf)
     (peak,) = ptx.load_shared(Float32, consumer.at("peak") + 4 * row, 1)
     anchor = cutlass.select_(peak == none, Float32(0.0), peak)
     total = Float32(0.0)
-    for which in cutlass.range_constexpr(2):
+    for which in cutlass.range_constexpr(WARPGROUPS):
         (own,) = ptx.load_shared(Float32, consumer.at("own_peak", which) + 4 * row, 1)
         weight = ptx.exp2(own - anchor)
         for part in consumer.warp_statistics("warp_sum", row, which):
@@ -103,8 +102,8 @@ def _settle(consumer: cutlass.Constexpr, outputs: Outputs, piece: Int32, pieces:
 
 def _own_addresses(consumer: Consumer) -> list[Any]:
     """Where the outputs of the thread's rows go (Int64); 0: nowhere."""
-    address = consumer.at("address") + (consumer.place.lane & 3) * (8 * consumer.columns)
+    address = consumer.at("address") + (consumer.place.lane & 3) * (8 * consumer.own_rows)
     words: list[Any] = []
-    for first in range(0, consumer.columns, 2):
+    for first in range(0, consumer.own_rows, 2):
         words += ptx.load_shared(Int32, address, 4, 8 * first)
     return [ptx.join(low, high) for low, high in zip(words[::2], words[1::2], strict=True)]

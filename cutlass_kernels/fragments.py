@@ -99,6 +99,12 @@ def accumulator_column(lane: Any, register: Any) -> Any:
     return 8 * (register >> 2) + 2 * (lane & 3) + (register & 1)
 
 
+def column_registers(column: int) -> tuple[int, int]:
+    """Accumulator registers of one of a thread's columns (query rows): its upper key, and its lower."""
+    upper = 4 * (column >> 1) + (column & 1)
+    return upper, upper + 2
+
+
 def row_place(row: Any, rows: int) -> Any:
     """Where a query row's statistics lie in an array of `rows`: a thread's accumulator columns become neighbours."""
     return ((row >> 1) & 3) * (rows // 4) + 2 * (row >> 3) + (row & 1)
@@ -110,23 +116,23 @@ def placed_row(place: Any, rows: int) -> Any:
     return 8 * (within >> 1) + 2 * thread + (within & 1)
 
 
-def folded_column(lane: Any, columns: int) -> Any:
-    """First of a thread's `columns` accumulator columns that stays with a lane when the warp's keys are folded.
+def folded_row(lane: Any, rows: int) -> Any:
+    """First of a thread's `rows` query rows that stays with a lane when the warp's keys are folded.
 
-    Lanes that differ in bits 4, 3 and 2 hold other keys of the same columns. Folding halves what each keeps, in that
-    order, until a column is left; then both keep it.
+    Lanes that differ in bits 4, 3 and 2 hold other keys of the same rows. Folding halves what each keeps, in that
+    order, until a row is left; then both keep it.
     """
-    column, width = 0, columns
+    row, width = 0, rows
     for bit in (4, 3, 2):
         if width > 1:
             width //= 2
-            column = column + ((lane >> bit) & 1) * width
-    return column
+            row = row + ((lane >> bit) & 1) * width
+    return row
 
 
-def folded_width(columns: int) -> int:
-    """How many columns stay with a lane."""
-    return max(columns // 8, 1)
+def folded_width(rows: int) -> int:
+    """How many rows stay with a lane."""
+    return max(rows // 8, 1)
 
 
 def output_column(row: Any) -> Any:

@@ -47,7 +47,7 @@ def _dependent(a: _Touch, b: _Touch) -> bool:
             return True
         if one in _OPENS and other in {_T.RELEASE} | _LANDS:
             return True
-        if one in _FILLS and other in _FILLS and not one is other is _T.LAND:
+        if one in _FILLS and other in _FILLS and not (one is _T.LAND and other is _T.LAND):
             return True
         if one is _T.LEAVE and other in (_T.COPY, _T.ARRIVE):
             return True
@@ -125,7 +125,7 @@ def _closure(seed: int, pulls: Sequence[int]) -> int:
 
 
 def _bit(cell: int, touch: _Touch) -> int:
-    return 1 << cell * len(_Touch) + touch
+    return 1 << (cell * len(_Touch) + touch)
 
 
 def _reached(op: Op) -> list[tuple[int, _Touch]]:

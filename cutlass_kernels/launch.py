@@ -106,8 +106,8 @@ class DecodeLauncher:
     ) -> None:
         """`q [T, H, 576]` over the pages of `planes` into `out [T, H, 512]` and `lse [T, H]` float32.
 
-        The rest is as in `reference.attention.attend`. ValueError names what this variant doesn't take; no device value
-        is read.
+        The rest is as in `reference.attention.attend`. NotTaken, a ValueError, names what this variant doesn't take; no
+        device value is read.
         """
         if q.numel() == 0:
             return
@@ -119,11 +119,8 @@ class DecodeLauncher:
         check_addresses(q_address, out_address)
         rows = form["rows"]
         if rows > workspace.rows or num_partitions > workspace.partitions:
-            room, wanted = (
-                f"room for {workspace.partitions} partitions of {workspace.rows} rows",
-                (num_partitions, rows),
-            )
-            refuse("workspace", "room for {} partitions of {} rows".format(*wanted), room)
+            held = f"room for {workspace.partitions} partitions of {workspace.rows} rows"
+            refuse("workspace", f"room for {num_partitions} partitions of {rows} rows", held)
         values = {
             **form,
             **self._pool(planes, scales),

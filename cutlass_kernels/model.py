@@ -13,7 +13,7 @@ Notation, all in base 2 (c = log2(e) * sm_scale, s_q a row's power-of-two scale,
     x[t] = c * s_q * (sigma[t] * (q8 . k8[t]) + q_rope . k_rope[t])        the logit
     u[t] = x[t] + log2(sigma[t])                                            so that exp2(u) = p * sigma
     e[t] = top * exp2(u[t] - max u of the tile)                             P as it is stored, rounded to e4m3 or fp16
-    O    = O * exp2(M - M') + (V8^T e) * exp2(max u - M') / top             M: running maximum of u, or PEAK_LAG less
+    O    = O * exp2(M - M') + (V8^T e) * exp2(max u - M') / top             M: at most PEAK_LAG behind the maximum of u
     l    = the same sum over e[t] / sigma[t], e unrounded                   lse = ln2 * (M + log2(l)), out = O / l
 """
 
@@ -86,9 +86,7 @@ def attend(
             if mine.size == 0:
                 continue
             base = segment.request.first_token * heads
-            limit = schedule.rows_limit(
-                segment.request.cache_length, segment.request.kv_len, mine // heads, causal
-            ) * np.ones_like(mine)
+            limit = schedule.keys_seen(segment.request.cache_length, segment.request.kv_len, mine // heads, causal)
             state = _piece(
                 rows[base + mine], keys, segment.request, limit, begin, end, variant.shape, sm_scale, accumulation_bits
             )
@@ -163,8 +161,7 @@ class _Keys:
         self.rope = rope
         self.scales = planes.scales
         self.table = table
-        inline = planes.scales_in_value_pages or scales_table is None
-        self.scales_table = table if inline or scales_table is None else scales_table
+        self.scales_table = table if scales_table is None else scales_table
         self.page_size = int(planes.latent.shape[1])
         self.box = variant.box
         self.shape = variant.shape

@@ -22,10 +22,9 @@ from pagedmla.cutlass_kernels.tiles import (
     turns,
 )
 
-_SHARED_BYTES_A_CYCLE = 128
-_A_BYTES = 2048  # of a WGMMA's A where that comes from shared memory
-_STEP_BYTES = 32  # of K: what a WGMMA takes of a row
-_PART_ROWS = 32  # of a value product: more rows are multiplied in parts
+SHARED_BYTES_A_CYCLE = 128
+A_BYTES = 2048  # of a WGMMA's A where that comes from shared memory
+STEP_BYTES = 32  # of K: what a WGMMA takes of a row
 _FOLDS = 3  # of a warp's 8 groups of keys into one
 _AROUND_PRODUCTS, _A_PRODUCT = 5, 3  # instructions: fence, commit, wait; descriptors and WGMMA
 
@@ -160,7 +159,7 @@ def store(shape: Shape) -> list[Op]:
 
 def multiply(shape: Shape, block: int, beside: Sequence[list[Op]] = ()) -> list[Step | Phase]:
     """A tile's value products and additions. `beside`: parts of the start of the scores of block + 2, among them."""
-    parts = -(-shape.rows // _PART_ROWS)
+    parts = shape.rows // shape.part_rows
     products = COLUMN_TILES * parts
     left = list(beside)
     done: list[Step | Phase] = []
@@ -200,14 +199,13 @@ def transpose(shape: Shape, column_tiles: int = 1) -> list[Op]:
 
 def value_products(shape: Shape, group: str) -> Op:
     """Of a column tile and a part of the rows."""
-    rows = min(shape.rows, _PART_ROWS)
-    return products_of(KEYS * shape.element_bytes // _STEP_BYTES, rows, from_shared=False, group=group)
+    return products_of(KEYS * shape.element_bytes // STEP_BYTES, shape.part_rows, from_shared=False, group=group)
 
 
 def products_of(count: int, rows: int, *, from_shared: bool, group: str = "scores") -> Op:
     """So many WGMMAs of one group: rows / 2 cycles of the tensor cores each, B and maybe A from shared memory."""
-    operands = _STEP_BYTES * rows + (_A_BYTES if from_shared else 0)
-    return Op(Kind.PRODUCTS, count, rows / 2, operands / _SHARED_BYTES_A_CYCLE, group)
+    operands = STEP_BYTES * rows + (A_BYTES if from_shared else 0)
+    return Op(Kind.PRODUCTS, count, rows / 2, operands / SHARED_BYTES_A_CYCLE, group)
 
 
 def fold(columns: int) -> list[Op]:
@@ -224,7 +222,7 @@ def _load_all(shape: Shape) -> list[Op]:
 
 
 def _latent_products(shape: Shape, columns: int) -> Op:
-    count = shape.terms // shape.stacked * columns // _STEP_BYTES
+    count = shape.terms // shape.stacked * columns // STEP_BYTES
     return products_of(count, shape.query_rows, from_shared=True)
 
 
@@ -232,12 +230,12 @@ def _rope_products(shape: Shape, group: str = "scores") -> Op:
     """Those of one of the rope's parts."""
     terms = shape.query_rope_terms * shape.rows // shape.query_rope_rows
     rows = shape.query_rope_rows // shape.rope_parts
-    return products_of(terms * shape.query_rope_bytes // _STEP_BYTES, rows, from_shared=True, group=group)
+    return products_of(terms * shape.query_rope_bytes // STEP_BYTES, rows, from_shared=True, group=group)
 
 
 def _widened_products(shape: Shape) -> Iterator[Op]:
     """fp16: K's codes become fp16 on their way into registers, two sets in turn."""
-    wide = 64 if shape.rows == 16 else 32
+    wide = shape.widened_columns
     columns = range(0, LATENT + (shape.rope_bytes if shape.rope_joined else 0), wide)
     yield Op(Kind.LOAD, wide // 32)
     for column in columns:
@@ -245,6 +243,6 @@ def _widened_products(shape: Shape) -> Iterator[Op]:
         if column != columns[-1]:
             yield Op(Kind.LOAD, wide // 32)  # on their way while these are widened
         yield Op(Kind.CONVERT, 8 * wide // 32)
-        yield products_of(2 * wide // _STEP_BYTES, shape.rows, from_shared=False, group=f"widened {column // wide % 2}")
+        yield products_of(2 * wide // STEP_BYTES, shape.rows, from_shared=False, group=f"widened {column // wide % 2}")
         if column:
             yield Op(Kind.DRAIN, group=f"widened {(column // wide - 1) % 2}")

@@ -19,11 +19,11 @@ from pagedmla.cutlass_kernels.barriers import Barriers
 from pagedmla.cutlass_kernels.protocol import Action
 from pagedmla.cutlass_kernels.tiles import KEYS, LATENT_BYTES, LATENT_PANELS, PANEL_BYTES
 from pagedmla.cutlass_kernels.traced import Traced
-from pagedmla.cutlass_kernels.variants import Variant
+from pagedmla.cutlass_kernels.variants import PAGE_SIZES, Variant
 from pagedmla.cutlass_kernels.work import Item
 
-_PAGES = 1 << 30  # more than a coordinate can name; the tensor map holds the true bound
-_PAGE = 256
+_MOST_PAGES = 1 << 30  # more than any pool has; the tensor map holds the true bound
+_LARGEST_PAGE = PAGE_SIZES[-1]
 
 
 class Pages(NamedTuple):
@@ -40,7 +40,7 @@ class Pages(NamedTuple):
 
 
 class Producer(Traced):
-    """Called with each item of the CTA's share."""
+    """Called with each item of the CTA's share: `fill` is its first tile's, the one behind its last is returned."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Producer(Traced):
 
     def _copy(self, fill: Any, page: Any, key: Any, in_tile: Any) -> None:
         """One box of keys, from slot `key % page_size` of a page to row `in_tile` of the stage: panels and rope."""
-        stage = self.barriers.protocol.ring("keys").stage(fill)
+        stage = self.barriers.stage("keys", fill)
         slot_box = (key & ((1 << self.pages.page_shift) - 1)) // self.variant.box
         latent = self.shape.latent_offset + stage * LATENT_BYTES + in_tile * PANEL_BYTES
         for panel in range(LATENT_PANELS):
@@ -118,7 +118,7 @@ class Producer(Traced):
     def _copy_box(self, which: int, fill: Any, width: int, target: Any, panel: int, slot_box: Any, page: Any) -> None:
         box = self.variant.box
         shape = (width, box, 1)
-        source = cute.make_identity_tensor((width * (LATENT_PANELS if which == 0 else 1), _PAGE, _PAGES))
+        source = cute.make_identity_tensor((width * (LATENT_PANELS if which == 0 else 1), _LARGEST_PAGE, _MOST_PAGES))
         boxes = cute.group_modes(cute.local_tile(source, shape, (None, None, None)), 0, 3)
         memory = cute.make_tensor(self.smem + cute.assume(target, 512), cute.make_layout(shape, stride=(1, width, 0)))
         to, come_from = cpasync.tma_partition(
@@ -137,6 +137,6 @@ class Producer(Traced):
         pages = self.pages
         slot = key & ((1 << pages.page_shift) - 1)
         source = pages.scales + (Int64(page) * pages.stride_scale_page + Int64(slot) * pages.stride_scale_slot) * 4
-        stage = self.barriers.protocol.ring("keys").stage(fill)
+        stage = self.barriers.stage("keys", fill)
         target = self.smem_address + self.shape.place("sigma") + (stage * KEYS + in_tile) * 4
         ptx.copy_async_or_zero(target, source, Int32(key < kv_len) * 4)

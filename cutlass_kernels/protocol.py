@@ -1,8 +1,11 @@
-"""Who waits where: the decode kernel's barriers as a table. The kernel builds its pipelines from it.
+"""Who waits where: the decode kernel's barriers as a table.
+
+The kernel initialises its barriers from it, and is held to its steps while it is traced.
 
 ring      buffers (`stages`) in shared memory, used in turn. Each stage has a full barrier, on which writers arrive,
           and an empty barrier, on which readers arrive. Fill f of a ring lies in stage f % stages.
-role      warps that do the same steps. For each work item: `before`, a trip for every `stride`-th block, `after`.
+role      warps that do the same steps. For each work item: `before`, a trip for every `stride`-th block, `after`;
+          once, behind the last item: `finish`.
 step      an action on the fill of a block: a trip at block j names block j, j - 1 by `block=-1`, j + 2 by `block=2`.
           Where an item has no such block the step is left out; so a trip at j = blocks, if a role has one, only looks
           back, and one before the role's first block only looks ahead.
@@ -23,14 +26,15 @@ so a RELEASE arrives in every one. `interleavings.check` walks all orders in whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from pagedmla.cutlass_kernels.tiles import PROBABILITY_STAGES
+
 REGISTERS_PER_SM = 65536
-_BARRIER_BYTES = 8
+BARRIER_BYTES = 8
 _WARPGROUP = 4  # warps
 
 
@@ -176,7 +180,7 @@ class Protocol:
     @property
     def barrier_bytes(self) -> int:
         """Shared memory of all barriers."""
-        return 2 * _BARRIER_BYTES * sum(ring.stages for ring in self.rings)
+        return 2 * BARRIER_BYTES * sum(ring.stages for ring in self.rings)
 
     def ring(self, name: str) -> Ring:
         return self._rings[name]
@@ -188,47 +192,52 @@ class Protocol:
         """Byte of a full barrier; per ring all full ones stand first, then all empty ones."""
         names = [each.name for each in self.rings]
         before = sum(2 * each.stages for each in self.rings[: names.index(ring)])
-        return _BARRIER_BYTES * (before + stage)
+        return BARRIER_BYTES * (before + stage)
 
     def empty_offset(self, ring: str, stage: Any) -> Any:
-        return self.full_offset(ring, stage) + _BARRIER_BYTES * self._rings[ring].stages
+        return self.full_offset(ring, stage) + BARRIER_BYTES * self._rings[ring].stages
 
-    @contextmanager
-    def following(
-        self, role: str, section: str, blocks: tuple[int, ...] | None = None
-    ) -> Iterator[Callable[..., Step]]:
-        """Hold the code of a section ("before", "trip", "after", "finish") to the table while the kernel is traced.
+    def following(self, role: str, section: str, blocks: tuple[int, ...] | None = None) -> Following:
+        """Hold the code of a section ("before", "trip", "after", "finish") to the table.
 
-        The code calls what it is given as (action, ring, block) for each step that it emits, and gets the table's step.
         `blocks` are the relative blocks that this copy of the trip has (None: all): (2,) before the first, (-1,) past
-        the end. RuntimeError names the first step that differs, or the one that is left over.
+        the end.
         """
         steps: tuple[Step, ...] = getattr(self.role(role), section)
-        expected = [s for s in steps if section != "trip" or blocks is None or s.block in blocks]
-        position = 0
+        if section == "trip" and blocks is not None:
+            steps = tuple(step for step in steps if step.block in blocks)
+        return Following(f"{role}, {section}", steps)
 
-        def follow(action: Action, ring: str, block: int = 0) -> Step:
-            nonlocal position
-            got = (action, ring, block)
-            step = expected[position] if position < len(expected) else None
-            if step is None or (step.action, step.ring, step.block) != got:
-                wanted = f"{step} of block {step.block:+d}" if step else "no more steps"
-                raise RuntimeError(
-                    f"{role}, {section}, step {position}: the table has {wanted}; "
-                    f"the kernel does {action.value} {ring} of block {block:+d}"
-                )
-            position += 1
-            return step
 
-        yield follow
-        if position < len(expected):
-            raise RuntimeError(f"{role}, {section}: the kernel leaves out step {position}, {expected[position]}")
+class Following:
+    """A section of a role's steps, compared one by one with those that code emits."""
+
+    def __init__(self, name: str, steps: tuple[Step, ...]) -> None:
+        self._name, self._steps, self._position = name, steps, 0
+
+    def step(self, action: Action, ring: str, block: int = 0) -> None:
+        """The code's next step. RuntimeError where the table has another."""
+        left = self._steps[self._position :]
+        if not left or (left[0].action, left[0].ring, left[0].block) != (action, ring, block):
+            wanted = f"{left[0]} of block {left[0].block:+d}" if left else "no more steps"
+            raise RuntimeError(
+                f"{self._name}, step {self._position}: the table has {wanted}; "
+                f"the kernel does {action.value} {ring} of block {block:+d}"
+            )
+        self._position += 1
+
+    def end(self) -> None:
+        """RuntimeError for a step that the code has left out."""
+        if self._position < len(self._steps):
+            raise RuntimeError(
+                f"{self._name}: the kernel leaves out step {self._position}, {self._steps[self._position]}"
+            )
 
 
 def decode_protocol(
     key_stages: int,
     *,
-    probability_stages: int = 2,
+    probability_stages: int = PROBABILITY_STAGES,
     ahead: bool = False,
     cluster: int = 1,
     producer_warps: int = 4,
@@ -239,8 +248,8 @@ def decode_protocol(
 
     Block j is scored by consumer j % 2: it waits for the running maximum of block j - 1, publishes its P, then
     multiplies both blocks' P into its columns. So one's scores of block j run beside the other's of block j - 1.
-    `ahead`: its next block's scores are started before the products of block j, which then run behind them; this
-    wants a stage of keys more (4), or the copies come late.
+    `ahead`: the scores of its next own block (j + 2) are started behind the products of block j, and run while those
+    are added up; this wants a stage of keys more (4), or the copies come late.
 
     keys           latent, rope and sigma of a block; sigma comes by the producer warp's own asynchronous copies
     probabilities  P of a block, its rows' maxima and factors; both consumers read it

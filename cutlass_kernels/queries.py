@@ -1,7 +1,7 @@
 """Q of an item into shared memory: each row divided by a power of two of its own, then rounded to the variant's form.
 
-A warp takes a row at a time; a lane has 16 latent columns, half the lanes 4 of the rope. The scale leaves q_rope exact
-in bf16, and folds back in with the logit's factor.
+A warp takes up to four rows at a time: all are loaded before the first is rounded. A lane has 16 latent columns, half
+the lanes 4 of the rope. The scale leaves q_rope exact in bf16, and folds back in with the logit's factor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROPE_LANES = 16
 
 
 class Rows(NamedTuple):
-    """Where rows of q lie, and the output's: addresses (Int64) and strides in elements."""
+    """Where rows of q lie: the address (Int64), strides in elements, heads; and sm_scale * log2(e)."""
 
     q: Any
     stride_token: Any
@@ -57,8 +57,7 @@ def set_rows(consumer: cutlass.Constexpr, rows: Rows, item: Item, first: Int32, 
         row = first + fragments.placed_row(thread, shape.rows)
         token = row // rows.heads
         request = item.request
-        seen = schedule.smaller(schedule.at_least_zero(request.cache_length + token + 1), request.kv_len)
-        limit = causal * seen + (1 - causal) * request.kv_len
+        limit = schedule.keys_seen(request.cache_length, request.kv_len, token, causal)
         present = Int32(row < request.q_len * rows.heads)
         output = request.first_token * rows.heads + row
         ptx.store_shared(consumer.at("limit") + 4 * thread, limit)

@@ -16,7 +16,7 @@ from typing import Any
 from pagedmla.cutlass_kernels.tiles import KEYS
 
 _KEY_SHIFT = KEYS.bit_length() - 1
-_IMBALANCE = 8  # whole segments are taken while the longest is at most 1/8 above an even share
+_IMBALANCE = 8  # whole segments are taken while the busiest worker has at most 1/8 above an even share
 
 
 def ceildiv(a: Any, b: Any) -> Any:
@@ -61,7 +61,7 @@ def is_whole(total: Any, longest: Any, segments: Any, workers: Any, partitions: 
     """1 where no segment is cut: one partition only, or whole ones hardly out of balance.
 
     That is known where each has a worker of its own, or where all are alike and a worker takes several. A cut costs a
-    second prologue and epilogue and a merge, about three tiles' worth; 1/8 of a share is more only in long steps.
+    second prologue and epilogue and a merge, about four tiles' worth; 1/8 of a share is more only in long steps.
     """
     even = larger(ceildiv(total, workers), 1)
     one_each, alike = _is_less(workers, segments) ^ 1, _is_less(longest, total // larger(segments, 1) + 1)
@@ -103,11 +103,10 @@ def owner_of(segment: Any, start: Any, segments: Any, workers: Any, share: Any) 
     return enough * segment + (enough ^ 1) * (start // share)
 
 
-def rows_limit(cache_length: Any, kv_len: Any, token: Any, causal: bool) -> Any:
-    """Keys that a query token sees: those up to its own position, or all."""
-    if not causal:
-        return kv_len
-    return smaller(at_least_zero(cache_length + token + 1), kv_len)
+def keys_seen(cache_length: Any, kv_len: Any, token: Any, causal: Any) -> Any:
+    """Keys that a query token sees: those up to its own position (causal 1), or all (0)."""
+    seen = smaller(at_least_zero(cache_length + token + 1), kv_len)
+    return causal * seen + (1 - causal) * kv_len
 
 
 def _is_less(a: Any, b: Any) -> Any:

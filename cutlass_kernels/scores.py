@@ -3,8 +3,8 @@
 u = logit + log2(sigma), so that P stored relative to the maximum of u carries sigma for the value product and fills
 e4m3's range in every tile; the denominator takes the same numbers, unrounded, times 1 / sigma. The maths: model.py.
 
-`start` begins a tile's products and returns at once; `finish` waits for them. What stands between the two runs beside
-them, and mustn't wait for a product begun later, since products end in order.
+`begin` begins a tile's products and returns at once; `finish` waits for them. What stands between the two runs beside
+them, up to the first wait for a product begun later: products end in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import cutlass.cute.nvgpu.warpgroup as warpgroup
 from cutlass import Float32, Int32
 
 from pagedmla.cutlass_kernels import fragments, operands, ptx
-from pagedmla.cutlass_kernels.consumer import Consumer, Start, count, issue
+from pagedmla.cutlass_kernels.consumer import Begin, Consumer, count, issue
 from pagedmla.cutlass_kernels.operands import Instruction
 from pagedmla.cutlass_kernels.tiles import (
     KEYS,
@@ -28,7 +28,6 @@ from pagedmla.cutlass_kernels.tiles import (
     LEAST_SIGMA,
     PANEL_BYTES,
     PEAK_LAG,
-    PROBABILITY_STAGES,
     ROPE,
     SCORE_CHUNK,
     SCORE_TRIPS,
@@ -39,10 +38,10 @@ from pagedmla.cutlass_kernels.work import Keys
 
 
 class Scores(Traced):
-    """The score product's operands and a thread's share of the softmax; a tile's products, then its u, in `total`.
+    """The score product's operands, and a thread's share of the softmax: products in `total`, which become u, then P.
 
-    The rope has accumulators of its own where sigma scales the latent part alone and registers allow: not with 64 rows,
-    whose rope is added once the latent's sum is scaled. A rope that sigma scales too ends the same sum.
+    The rope has accumulators of its own at 16 and 32 rows where it is bf16, scaled or not. At 64 rows none are left: an
+    unscaled rope is added once the latent's sum is scaled, a scaled one ends that sum, as an e4m3 rope always does.
     """
 
     def __init__(self, consumer: Consumer) -> None:
@@ -69,34 +68,34 @@ class Scores(Traced):
 
     # -- products
 
-    def starts(self, fill: Any) -> list[Start]:
+    def parts_of(self, fill: Any) -> list[Begin]:
         """What begins the products of a tile that is in shared memory, in order.
 
-        With 64 rows in parts, so that each may stand between value products.
+        With 64 rows in several parts, so that each may stand between value products.
         """
-        stage = self.consumer.barriers.protocol.ring("keys").stage(fill)
+        stage = self.consumer.barriers.stage("keys", fill)
         if self.widened:
-            return [Start(lambda: self._start_widened(fill, stage), 1 if self.rope_widened else 2)]
+            return [Begin(lambda: self._begin_widened(fill, stage), 1 if self.rope_widened else 2)]
         if self.shape.terms > self.shape.stacked:
-            starts = [Start(lambda: self._start_terms(stage))]
+            parts = [Begin(lambda: self._begin_terms(stage))]
         else:
             columns = LATENT if self.shape.rows <= 32 else SCORE_CHUNK
-            starts = [Start(partial(self._start_chunk, stage, chunk, columns)) for chunk in range(LATENT // columns)]
+            parts = [Begin(partial(self._begin_chunk, stage, chunk, columns)) for chunk in range(LATENT // columns)]
         if self.rope is not None:
-            starts.append(Start(lambda: issue(self.rope_mma, self.rope, self._rope_chunk(stage))))
+            parts.append(Begin(lambda: issue(self.rope_mma, self.rope, self._rope_chunk(stage))))
         elif self.shape.rope_joined:
-            starts.append(Start(lambda: issue(self.rope_mma, self.total, self._rope_chunk(stage), fresh=False)))
-        return starts
+            parts.append(Begin(lambda: issue(self.rope_mma, self.total, self._rope_chunk(stage), fresh=False)))
+        return parts
 
-    def start(self, fill: Any) -> None:
-        for start in self.starts(fill):
-            start.call()
+    def begin(self, fill: Any) -> None:
+        for part in self.parts_of(fill):
+            part.call()
 
-    def _start_chunk(self, stage: Any, chunk: int, columns: int) -> None:
+    def _begin_chunk(self, stage: Any, chunk: int, columns: int) -> None:
         issue(self.latent_mma, self.total, self._latent_chunk(stage, chunk, columns), fresh=chunk == 0)
 
     @cute.jit
-    def _start_terms(self, stage: Int32) -> None:
+    def _begin_terms(self, stage: Int32) -> None:
         """Terms one after another: loops, since the operands of all at once would be registers too many.
 
         The low term comes first: added to a sum that holds the high one, it would be cut to that sum's 14 bits.
@@ -127,19 +126,19 @@ class Scores(Traced):
             for k in range(steps)
         ]
 
-    def _start_widened(self, fill: Any, stage: Any) -> None:
+    def _begin_widened(self, fill: Any, stage: Any) -> None:
         """fp16: K's codes become fp16 on their way into registers, some columns at a time, two sets in turn."""
         base = self.consumer.latent(fill)
-        self._start_columns(self.latent_mma, base, self.q_latent, LATENT, PANEL_BYTES, fresh=True)
+        self._begin_columns(self.latent_mma, base, self.q_latent, LATENT, PANEL_BYTES, fresh=True)
         if self.rope_widened:
             rope_base = self.consumer.smem_address + self.shape.rope_offset + stage * (KEYS * ROPE)
-            self._start_columns(self.rope_mma, rope_base, self.q_rope, ROPE, ROPE, fresh=False)
+            self._begin_columns(self.rope_mma, rope_base, self.q_rope, ROPE, ROPE, fresh=False)
         else:
             issue(self.rope_mma, self.rope, self._rope_chunk(stage))
 
-    def _start_columns(self, mma: Instruction, base: Any, q: Any, columns: int, row_bytes: int, fresh: bool) -> None:
+    def _begin_columns(self, mma: Instruction, base: Any, q: Any, columns: int, row_bytes: int, fresh: bool) -> None:
         """Codes of the next columns are on their way while these are widened."""
-        wide = 64 if self.shape.rows == 16 else 32
+        wide = self.shape.widened_columns
         codes = self._codes(base, 0, wide, row_bytes)
         for column in range(0, columns, wide):
             coming = self._codes(base, column + wide, wide, row_bytes) if column + wide < columns else []
@@ -170,7 +169,7 @@ class Scores(Traced):
     def finish(self, keys: Keys, tile: Int32) -> None:
         """Wait for a tile's products; `total` becomes u, each warp's maxima of it stand in shared memory."""
         fill, first_key = keys.fill + tile, keys.first + tile * KEYS
-        stage = self.consumer.barriers.protocol.ring("keys").stage(fill)
+        stage = self.consumer.barriers.stage("keys", fill)
         sigmas = self._sigmas(stage)
         logs = [ptx.log2(sigma) for sigma in sigmas]
         warpgroup.wait_group(0)
@@ -194,21 +193,21 @@ class Scores(Traced):
     def _to_logits(self, stage: Any, sigmas: list[Any], logs: list[Any]) -> None:
         """x = sigma * (q8 . k8) + q_rope . k_rope (the rope times sigma too, where the layout has it so), then u."""
         parts = self.shape.rope_parts
-        columns = self.consumer.columns // parts
+        rows = self.consumer.own_rows // parts
         for part in range(parts):
-            self._scale(part * columns, columns, sigmas)
+            self._scale(part * rows, rows, sigmas)
             if parts > 1:
                 issue(self.rope_mma, self._part(part), self._rope_chunk(stage, part), fresh=False)
         for part in range(parts):
             if parts > 1:
                 warpgroup.wait_group(parts - 1 - part)
-            self._to_base_2(part * columns, columns, logs)
+            self._to_base_2(part * rows, rows, logs)
 
-    def _scale(self, first: int, columns: int, sigmas: list[Any]) -> None:
-        """The latent's part of some columns, and the rope's where its products are there already."""
+    def _scale(self, first: int, rows: int, sigmas: list[Any]) -> None:
+        """The latent's part of some rows, and the rope's where its products are there already."""
         total, rope = self.total, self.rope
-        registers = 2 * self.consumer.columns
-        for i in range(2 * first, 2 * (first + columns)):
+        registers = 2 * self.consumer.own_rows
+        for i in range(2 * first, 2 * (first + rows)):
             sigma = sigmas[(i >> 1) & 1]
             x = _unstacked(total, i, registers)
             if rope is None:
@@ -225,37 +224,38 @@ class Scores(Traced):
 
     # -- softmax
 
-    # Statistics are read four columns at a time, where they are used: 64 rows leave few registers.
+    # Statistics are read four rows at a time, where they are used: 64 rows leave few registers.
 
-    def _to_base_2(self, first: int, columns: int, logs: list[Any]) -> None:
+    def _to_base_2(self, first: int, rows: int, logs: list[Any]) -> None:
         """x becomes u: base-2 logits plus log2(sigma)."""
         x = self.total
-        for start in range(first, first + columns, 4):
-            factors = self.consumer.own(Float32, "factor", 0, start, 4)
-            for column, factor in enumerate(factors, start):
-                for half, i in enumerate(_registers(column)):
+        for start in range(first, first + rows, 4):
+            factors = self.consumer.own(Float32, "factor", first=start, number=4)
+            for row, factor in enumerate(factors, start):
+                for half, i in enumerate(fragments.column_registers(row)):
                     x[i] = x[i] * factor + logs[half]
 
     def _mask(self, key: Any) -> None:
         u = self.total
-        for first in range(0, self.consumer.columns, 4):
-            limits = self.consumer.own(Int32, "limit", 0, first, 4)
-            for column, limit in enumerate(limits, first):
-                for half, i in enumerate(_registers(column)):
+        for first in range(0, self.consumer.own_rows, 4):
+            limits = self.consumer.own(Int32, "limit", first=first, number=4)
+            for row, limit in enumerate(limits, first):
+                for half, i in enumerate(fragments.column_registers(row)):
                     u[i] = cutlass.select_(key + 8 * half < limit, u[i], Float32(-Float32.inf))
 
     def _find_peaks(self) -> None:
         """Each warp's maximum of each row over its 16 keys, to shared memory."""
         u = self.total
-        peaks = [cute.arch.fmax(*(u[i] for i in _registers(column))) for column in range(self.consumer.columns)]
+        rows = range(self.consumer.own_rows)
+        peaks = [cute.arch.fmax(*(u[i] for i in fragments.column_registers(row))) for row in rows]
         ptx.store_shared(self.consumer.own_warp("warp_peak"), *self.consumer.fold(peaks, cute.arch.fmax))
 
     @cute.jit
     def settle(self, fill: Int32) -> None:
-        """A thread a row: the tile's maximum, the running one, and the weights of what was and what comes."""
+        """One thread a row: the tile's maximum, the running one, and the weights of old and new sums."""
         consumer, shape = self.consumer, self.shape
         which, row = consumer.place.which, consumer.place.thread
-        slot = fill % PROBABILITY_STAGES
+        slot = consumer.barriers.stage("probabilities", fill)
         if row < shape.rows:
             tile_peak = Float32(-Float32.inf)
             for peak in consumer.warp_statistics("warp_peak", row, which):
@@ -275,7 +275,7 @@ class Scores(Traced):
             ptx.store_shared(consumer.at("decay", slot) + 4 * row, decay)
             ptx.store_shared(consumer.at("rise", slot) + 4 * row, gain)
             ptx.store_shared(consumer.at("own_peak", which) + 4 * row, new_peak)
-            moved = cute.arch.vote_any_sync(decay != Float32(1.0), _mask_of(shape.rows))
+            moved = cute.arch.vote_any_sync(decay != Float32(1.0), _row_lanes(shape.rows))
             if consumer.place.lane == 0:
                 flag = consumer.smem_address + shape.place("rescale") + 16 * slot + 4 * consumer.place.warp
                 ptx.store_shared(flag, Int32(moved))
@@ -283,23 +283,24 @@ class Scores(Traced):
     def store(self, fill: Any) -> None:
         """P of the thread's two keys to shared memory, and the sums brought up to this tile."""
         consumer, shape, place, u = self.consumer, self.shape, self.consumer.place, self.total
-        sigmas = self._sigmas(consumer.barriers.protocol.ring("keys").stage(fill))  # read anew: two registers less
+        sigmas = self._sigmas(consumer.barriers.stage("keys", fill))  # read anew: two registers less
         inverses = [cute.arch.rcp_approx(sigma) for sigma in sigmas]
         tile_sums = []
-        for first in range(0, consumer.columns, 4):
-            references = consumer.own(Float32, "reference", place.which, first, 4)
-            for column, reference in enumerate(references, first):
-                upper, lower = _registers(column)
+        for first in range(0, consumer.own_rows, 4):
+            references = consumer.own(Float32, "reference", place.which, first=first, number=4)
+            for row, reference in enumerate(references, first):
+                upper, lower = fragments.column_registers(row)
                 for i in (upper, lower):
                     u[i] = ptx.exp2(u[i] - reference)
                 tile_sums.append(u[upper] * inverses[0] + u[lower] * inverses[1])
-        width = fragments.folded_width(consumer.columns)
+        width = fragments.folded_width(consumer.own_rows)
         gains = ptx.load_shared(Float32, consumer.folded("gain", place.which), width)
         keeps = ptx.load_shared(Float32, consumer.folded("keep", place.which), width)
         sums = ptx.load_shared(Float32, consumer.own_warp("warp_sum"), width)
         folded = zip(sums, keeps, consumer.fold(tile_sums, operator.add), gains, strict=True)
         ptx.store_shared(consumer.own_warp("warp_sum"), *(s * keep + new * gain for s, keep, new, gain in folded))
-        base = consumer.smem_address + shape.probability_offset + (fill % PROBABILITY_STAGES) * shape.probability_bytes
+        slot = consumer.barriers.stage("probabilities", fill)
+        base = consumer.smem_address + shape.probability_offset + slot * shape.probability_bytes
         target = ptx.load_shared(Int32, self.target_at, 1)[0] if shape.keeps_targets else self.target
         for block in range(0, shape.rows // 8, 2):
             registers: list[Any] = []
@@ -320,12 +321,6 @@ def _unstacked(accumulator: Any, register: int, registers: int) -> Any:
     return value
 
 
-def _registers(column: int) -> tuple[int, int]:
-    """Accumulator registers of one of a thread's columns: its upper and its lower key."""
-    upper = 4 * (column >> 1) + (column & 1)
-    return upper, upper + 2
-
-
-def _mask_of(rows: int) -> int:
+def _row_lanes(rows: int) -> int:
     """Lanes of a warp that stand for rows."""
     return (1 << min(rows, 32)) - 1

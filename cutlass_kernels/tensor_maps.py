@@ -68,12 +68,3 @@ def plane_map(plane: Tensor, name: str, box_bytes: int, box_slots: int) -> Tiled
                 "Pad the pages, or use the Triton kernels, which take any stride.",
             )
     return TiledMap(address, (columns * size, slots, pages), strides, (box_bytes, box_slots, 1), box_bytes)
-
-
-def unmappable(plane: Tensor, name: str, box_bytes: int, box_slots: int) -> str | None:
-    """Why no map can say this plane, or None."""
-    try:
-        plane_map(plane, name, box_bytes, box_slots)
-    except ValueError as reason:
-        return str(reason)
-    return None

@@ -24,8 +24,8 @@ PANEL_BYTES = 128  # of a row: what one swizzle atom, and so one tensor copy, is
 LATENT_PANELS = LATENT // PANEL_BYTES
 LATENT_BYTES = KEYS * LATENT
 
-SCORE_CHUNK = 128  # columns that 64 rows start their scores of at a time
-SCORE_TRIPS = LATENT // SCORE_CHUNK  # of the loops, one a term, in which they meet two terms
+SCORE_CHUNK = 128  # columns of K in one group of score products at 64 rows
+SCORE_TRIPS = LATENT // SCORE_CHUNK  # of each term's loop, with two terms
 
 WARPGROUPS = 2  # consumers
 WARPS = 4  # of a warpgroup
@@ -37,11 +37,11 @@ COLUMN_TILES = COLUMNS // COLUMN_TILE
 
 PROBABILITY_STAGES = 3  # with two, P of a tile would wait for the other consumer's values of two tiles before
 MAX_STAGES = 5
-AHEAD_STAGES = 4  # from which on a consumer starts its next scores before it is done with the last values
+AHEAD_STAGES = 4  # from so many on, the next scores start behind the value products of the tile at hand
 SHARED_BYTES = 232448  # a CTA may have on sm_90: 227 KiB
 ALIGNMENT = 1024  # of whatever a 128-byte swizzle addresses
 
-# O and the sums are scaled anew only when a row's maximum has risen by more (a power of two): float32 has room.
+# O and the sums are scaled anew only when a row's maximum has risen by more than 2^16: float32 has room.
 PEAK_LAG = 16.0
 
 LEAST_SIGMA = 2.0**-126  # keys past the end have sigma 0: keep its logarithm and its inverse finite
@@ -93,9 +93,10 @@ class Shape:
 
     @property
     def rope_joined(self) -> bool:
-        """Whether the rope's products end the latent's sum: sigma scales both, and they have one number of rows.
+        """Whether the rope's products end the latent's sum: where it is e4m3, or bf16 times sigma at 64 rows.
 
-        Last, for each fp8 product after it would cut it to the sum's 14 bits anew.
+        At fewer rows stacked terms of Q give the latent more accumulators than a bf16 rope has. Last, for each fp8
+        product after it would cut it to the sum's 14 bits anew.
         """
         return self.rope == "e4m3" or (self.rope == "scaled_bf16" and self.rows > 32)
 
@@ -116,7 +117,7 @@ class Shape:
 
     @property
     def ahead(self) -> bool:
-        """Whether scores of a consumer's next tile are started before the value products of the last."""
+        """Whether a consumer starts its next scores behind its own tile's value products; else at the trip's start."""
         return self.stages >= AHEAD_STAGES
 
     @property
@@ -124,7 +125,7 @@ class Shape:
         """Tiles of which a consumer loads all its V^T before it may multiply them: 0, 1 or 2, as registers go."""
         if self.rows == 64:
             return 0
-        return 2 if self.rows * self.element_bytes == 16 else 1
+        return 2 if (self.rows, self.precision) == (16, "fp8") else 1
 
     @property
     def values_overlapped(self) -> bool:
@@ -134,7 +135,22 @@ class Shape:
     @property
     def in_flight(self) -> int:
         """Value products that a consumer has begun and not yet added up, as far as its registers go."""
-        return 2 if self.rows * self.element_bytes == 64 else COLUMN_TILES
+        return 2 if self.rows == 64 or (self.rows, self.precision) == (32, "fp16") else COLUMN_TILES
+
+    @property
+    def part_rows(self) -> int:
+        """Of a value product: 64 rows are multiplied in two parts, whose sums beside O take half the registers."""
+        return min(self.rows, 32)
+
+    @property
+    def widened_columns(self) -> int:
+        """fp16: columns of K that are in registers at a time for the score product, two sets in turn."""
+        return 64 if self.rows == 16 else 32
+
+    @property
+    def form(self) -> str:
+        """ "fp16", or "fp8x1" and "fp8x2" by the terms of Q."""
+        return f"fp8x{self.terms}" if self.precision == "fp8" else self.precision
 
     @property
     def element_bytes(self) -> int:

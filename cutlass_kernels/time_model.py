@@ -2,7 +2,7 @@
 
 A tile of 64 keys occupies four resources of an SM, each at its published rate (`TileCycles`); none can be beaten:
 
-    memory   bytes of a tile over the SM's share of the bandwidth   2020 cycles on an H200 for 644-byte tokens
+    memory   bytes of a tile over the SM's share of the bandwidth   2074 cycles on an H200 for 644-byte tokens
     tensor   64 x rows x K products: rows / 2 cycles an m64 k32 (fp8) or k16 (16-bit) instruction, at least 16 cycles
              where its 2 KiB of A come from shared memory
     shared   128 bytes a cycle: tensor copies in, operands of WGMMA, matrix loads of V (and of K in fp16), P
@@ -16,17 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pagedmla.cutlass_kernels import schedule
-from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, KEYS, LATENT, LATENT_BYTES, WARPGROUPS, Shape
+from pagedmla.cutlass_kernels.phases import A_BYTES, SHARED_BYTES_A_CYCLE, STEP_BYTES
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, KEYS, LATENT, LATENT_BYTES, WARPGROUPS, WARPS, Shape
 from pagedmla.cutlass_kernels.timeline import MOST_BYTES_A_CYCLE, Pace, pace_of
 from pagedmla.cutlass_kernels.variants import Variant
+from pagedmla.hardware.cost import H200, Gpu
 from pagedmla.kv_cache.layouts import get_layout
 
-SMS = 132  # H100 SXM and H200
+SMS = H200.multiprocessors
 FP8_FLOPS_A_CYCLE = 8192  # of an SM; 16-bit half of it
-SHARED_BYTES_A_CYCLE = 128
 BANDWIDTH = 0.9  # of the published: what the best kernels reach; they stand between 0.84 and 0.90
 
 # Fitted, with timeline.py's three, to all rows of these kernels' last state in bench/results/h200-2026-11-29.json.
@@ -34,20 +34,12 @@ LAUNCH_US = 6.4  # the launch, lengths and schedule, until the first copy
 PIECE_US = 2.3  # barriers and output of a piece; its pipeline's fill and drain are timeline.py's
 QUERY_TRIP_US = 0.65  # queries of a piece that are loaded together; eight rows when this was measured
 QUERY_ROWS_A_TRIP = 32  # queries.py: 4 of each of 8 warps
-COLD_US = 6.5  # more when all SMs start on a cold L2 at once, of as many streams of keys; why isn't known
+COLD_US = 6.5  # more where all SMs start on a cold L2, in proportion to how many do; why isn't known
 MERGE_US = 0.5  # the second launch
-MERGE_TRIP_US = 0.47  # a round trip of the merge: one for each piece then, one for all of them since
+MERGE_TRIP_US = 0.47  # a round trip of the merge: one a piece then; since, one, or two where a row has 9 to 16 pieces
 _TILES_A_PIECE = 4  # what one costs, about
-
-
-class Gpu(Protocol):
-    """Published peaks of a GPU with Hopper's SMs."""
-
-    @property
-    def terabytes_per_second(self) -> float: ...
-
-    @property
-    def fp8_tflops(self) -> float: ...
+_TILES_A_TRIP = 2  # that a consumer multiplies; it scores one
+_SCHEDULERS = 4  # of an SM
 
 
 @dataclass(frozen=True)
@@ -58,10 +50,6 @@ class TileCycles:
     tensor: float
     shared: float
     issue: float
-
-    @property
-    def slowest(self) -> str:
-        return max(("memory", "tensor", "shared", "issue"), key=lambda name: float(getattr(self, name)))
 
     @property
     def most(self) -> float:
@@ -86,7 +74,7 @@ def tensor_cycles(shape: Shape) -> float:
 
 def _from_shared(rows: int) -> float:
     """Cycles of a WGMMA whose A is in shared memory."""
-    return max(rows / 2, 2048 / SHARED_BYTES_A_CYCLE)
+    return max(rows / 2, A_BYTES / SHARED_BYTES_A_CYCLE)
 
 
 def _rope_widened(shape: Shape) -> bool:
@@ -107,8 +95,8 @@ def shared_cycles(shape: Shape) -> float:
     if shape.precision == "fp16":
         keys = LATENT_BYTES + KEYS * shape.rope_bytes
     else:
-        keys = (latent_steps + rope_steps) * 2048
-    queries = 32 * (latent_steps * shape.query_rows + rope_steps * shape.query_rope_rows)
+        keys = (latent_steps + rope_steps) * A_BYTES
+    queries = STEP_BYTES * (latent_steps * shape.query_rows + rope_steps * shape.query_rope_rows)
     values = LATENT_BYTES + WARPGROUPS * COLUMN_TILES * KEYS * shape.element_bytes * shape.rows
     probabilities = shape.probability_bytes
     return (copies_in + keys + queries + values + probabilities) / SHARED_BYTES_A_CYCLE
@@ -116,7 +104,10 @@ def shared_cycles(shape: Shape) -> float:
 
 def rare_instructions(shape: Shape) -> int:
     """Of a consumer warp's trip, those in branches that a usual trip doesn't take: O scaled anew, keys masked."""
-    return 2 * COLUMN_TILES * shape.rows // 2 + 2 * shape.rows // 2
+    scores = shape.rows // 2  # a thread's, and as many of each column tile of O
+    return (
+        _TILES_A_TRIP * COLUMN_TILES * scores + 2 * scores
+    )  # O scaled before each tile; a key's comparison, its choice
 
 
 def tile_cycles(variant: Variant, gpu: Gpu, consumer_instructions: float) -> TileCycles:
@@ -127,7 +118,7 @@ def tile_cycles(variant: Variant, gpu: Gpu, consumer_instructions: float) -> Til
         memory=KEYS * bytes_per_token / (bytes_a_cycle * variant.cluster),
         tensor=tensor_cycles(variant.shape),
         shared=shared_cycles(variant.shape),
-        issue=consumer_instructions * (WARPGROUPS * 4) / 2 / 4,
+        issue=consumer_instructions * (WARPGROUPS * WARPS) / (_TILES_A_TRIP * _SCHEDULERS),
     )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from pagedmla.cutlass_kernels.phases import Kind, Op, Phase, Script, trip
+from pagedmla.cutlass_kernels.phases import SHARED_BYTES_A_CYCLE, Kind, Op, Phase, Script, trip
 from pagedmla.cutlass_kernels.protocol import Action, Protocol, Ring, Role, Step, Unit
 from pagedmla.cutlass_kernels.tiles import KEYS, LATENT_PANELS
 from pagedmla.cutlass_kernels.variants import Variant
@@ -53,12 +53,11 @@ class Timings:
 
 H200_TIMINGS = Timings()
 
-_PORT_BYTES = 128  # a cycle, of shared memory
 MOST_BYTES_A_CYCLE = 64  # that an SM takes from L2
 _SAVED_TILES = 2  # of the share of the bandwidth that an SM didn't use, what it may use later
-_MATRIX_LOAD_CYCLES = 4 * 512 / _PORT_BYTES  # of the port, for a warpgroup
+_MATRIX_LOAD_CYCLES = 4 * 512 / SHARED_BYTES_A_CYCLE  # of the port, for a warpgroup
 _BOXES = LATENT_PANELS + 1
-_PRODUCER_INSTRUCTIONS = 48  # of what the compile table counts for a consumer warp's trip; under 4 a token
+_PRODUCER_INSTRUCTIONS = 48  # of what the compile table counts for a consumer warp's trip, about: today's have 38 to 67
 _STEADY_BLOCKS = 64  # of a run; the first and the last of them are left out of the pace
 _LEFT_OUT = 12
 
@@ -460,7 +459,7 @@ class _Simulation:
 
     def _land(self, time: float, port: _Server, gate: _Gate, box: float) -> None:
         def land() -> None:
-            self._clock.at(port.serve(self._clock.now, box / _PORT_BYTES), gate.arrive)
+            self._clock.at(port.serve(self._clock.now, box / SHARED_BYTES_A_CYCLE), gate.arrive)
 
         self._clock.at(time, land)
 

@@ -14,13 +14,13 @@ import cutlass.cute.nvgpu.warpgroup as warpgroup
 from cutlass import Float32, Int32
 
 from pagedmla.cutlass_kernels import fragments, operands, ptx
-from pagedmla.cutlass_kernels.consumer import Consumer, Start, count, issue
+from pagedmla.cutlass_kernels.consumer import Begin, Consumer, count, issue
 from pagedmla.cutlass_kernels.operands import Instruction
-from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, COLUMNS, KEYS, PANEL_BYTES, PROBABILITY_STAGES, turns
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, COLUMNS, KEYS, PANEL_BYTES, THREADS, turns
 from pagedmla.cutlass_kernels.traced import Traced
 from pagedmla.cutlass_kernels.work import Keys
 
-Matrices = list[tuple[Any, Any]]
+Matrices = list[tuple[Any, Any]]  # each a fragment, and its registers as words [4, steps]
 
 
 class Values(Traced):
@@ -31,7 +31,7 @@ class Values(Traced):
 
     def __init__(self, consumer: Consumer) -> None:
         self.consumer, self.shape = consumer, consumer.shape
-        self.part_rows = min(self.shape.rows, 32)
+        self.part_rows = self.shape.part_rows
         self.parts = self.shape.rows // self.part_rows
         self.mma = Instruction(operands.content_type(self.shape), self.part_rows, True)
         p = operands.probabilities(consumer.smem, self.shape, self.part_rows)
@@ -39,8 +39,8 @@ class Values(Traced):
         self.outputs = [[consumer.accumulator(self.part_rows) for _ in range(self.parts)] for _ in range(COLUMN_TILES)]
         self.steps = KEYS * self.shape.element_bytes // 32
         self.loads_all = self.shape.matrices_ahead > 0
-        self.previous = self._matrices()
-        self.own = self._matrices() if self.shape.matrices_ahead > 1 else self.previous
+        self.matrices_before = self._matrices()  # of the tile before the consumer's own
+        self.matrices_own = self._matrices() if self.shape.matrices_ahead > 1 else self.matrices_before
 
     def _matrices(self) -> Matrices:
         """Registers of V^T of a tile: all column tiles, or two that are used in turn."""
@@ -53,11 +53,11 @@ class Values(Traced):
             for part in output:
                 part.fill(0.0)
 
-    def pair(self, tile: int, column: int) -> tuple[Any, Any]:
+    def pair(self, tile: int, row: int) -> tuple[Any, Any]:
         """O of one of the thread's query rows at two neighbouring latent columns (see fragments.output_column)."""
-        part, within = divmod(column, self.part_rows // 4)
-        i = 4 * (within >> 1) + (within & 1)
-        return self.outputs[tile][part][i], self.outputs[tile][part][i + 2]
+        part, within = divmod(row, self.part_rows // 4)
+        upper, lower = fragments.column_registers(within)
+        return self.outputs[tile][part][upper], self.outputs[tile][part][lower]
 
     @cute.jit
     def prepare(self, keys: Keys, tile: Int32) -> None:
@@ -67,15 +67,17 @@ class Values(Traced):
             self._zero(keys.fill + tile, live)
 
     def load(self, fill: Any, matrices: Matrices) -> None:
-        """V^T of a tile into registers, all of the consumer's columns, where there are as many."""
+        """V^T of a tile into registers, all of the consumer's columns; at 64 rows `multiply` loads it."""
         if self.loads_all:
             for tile in range(COLUMN_TILES):
                 self._transpose(self.consumer.latent(fill), tile, matrices[tile])
 
     @cute.jit
     def rescale(self, fill: Int32) -> None:
-        """O scaled anew where a row's maximum rose; once P of the tile is there."""
-        slot = fill % PROBABILITY_STAGES
+        """Scale O where a row's maximum rose. The tile's `settle` must be seen: of the consumer's own tile behind the
+        warpgroup's meeting, of the other's behind its P.
+        """
+        slot = self.consumer.barriers.stage("probabilities", fill)
         flags = self.consumer.smem_address + self.shape.place("rescale") + 16 * slot
         moved = ptx.load_shared(Int32, flags, 2)
         any_moved = moved[0] | moved[1] if self.shape.rows > 32 else moved[0]
@@ -91,12 +93,13 @@ class Values(Traced):
         beside: cutlass.Constexpr = (),
     ) -> None:
         """Add a tile whose P is there, and give it back; `block`: see Barriers. `beside`: products of another kind to
-        be started with these, to run while these are added up.
+        be begun with these, to run while these are added up.
         """
         consumer, barriers = self.consumer, self.consumer.barriers
-        slot = fill % PROBABILITY_STAGES
+        slot = barriers.stage("probabilities", fill)
         self._multiply(fill, slot, consumer.own(Float32, "rise", slot), matrices, beside)
-        if consumer.speaks_for_warp():
+        cute.arch.sync_warp()
+        if consumer.is_first_of_warp():
             barriers.release("probabilities", fill, block)
             barriers.release("keys", fill, block)
 
@@ -104,9 +107,9 @@ class Values(Traced):
         for output in self.outputs:
             for part, values in enumerate(output):
                 for i in range(count(values)):
-                    values[i] = values[i] * decays[self._column(part, i)]
+                    values[i] = values[i] * decays[self._row(part, i)]
 
-    def _multiply(self, fill: Any, slot: Any, rises: list[Any], matrices: Matrices, beside: Sequence[Start]) -> None:
+    def _multiply(self, fill: Any, slot: Any, rises: list[Any], matrices: Matrices, beside: Sequence[Begin]) -> None:
         base = self.consumer.latent(fill)
         products = [(tile, part) for tile in range(COLUMN_TILES) for part in range(self.parts)]
         totals: dict[int, Any] = {}
@@ -133,16 +136,16 @@ class Values(Traced):
                 tile, part = products[finish]
                 values = self.outputs[tile][part]
                 for j in range(count(values)):
-                    values[j] = values[j] + totals[finish][j] * rises[self._column(part, j)]
+                    values[j] = values[j] + totals[finish][j] * rises[self._row(part, j)]
 
-    def _behind(self, tile: int, beside: Sequence[Start]) -> Sequence[Start]:
-        """Which of the other products are started behind a column tile's: one each and the rest at the end, or all."""
+    def _behind(self, tile: int, beside: Sequence[Begin]) -> Sequence[Begin]:
+        """Which of the other products are begun behind a column tile's: one each and the rest at the end, or all."""
         last = tile + 1 == COLUMN_TILES
         if self.loads_all:
             return beside if last else ()
         return beside[tile:] if last else beside[tile : tile + 1]
 
-    def _column(self, part: int, register: int) -> int:
+    def _row(self, part: int, register: int) -> int:
         """Which of the thread's query rows an accumulator register of a part is."""
         return part * (self.part_rows // 4) + 2 * (register >> 2) + (register & 1)
 
@@ -175,7 +178,7 @@ class Values(Traced):
         place = self.consumer.place
         base = self.consumer.latent(fill) + place.which * (COLUMNS // PANEL_BYTES) * (KEYS * PANEL_BYTES)
         units = COLUMNS // 16
-        for unit in cutlass.range(place.thread, (KEYS - live) * units, 128, unroll=1):
+        for unit in cutlass.range(place.thread, (KEYS - live) * units, THREADS, unroll=1):
             row = live + unit // units
             byte = (unit % units) * 16
             zero = Int32(0)

@@ -67,8 +67,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        content = self.shape.precision + (f"x{self.shape.terms}" if self.shape.precision == "fp8" else "")
-        return f"mla_decode_{self.layout}_{content}_r{self.rows}_b{self.box}_{self.dtype}"
+        return f"mla_decode_{self.layout}_{self.shape.form}_r{self.rows}_b{self.box}_{self.dtype}"
 
     @property
     def threads(self) -> int:
@@ -99,7 +98,7 @@ class Variant:
 class CombineVariant:
     """The kernel that merges the pieces of cut requests, quarter row by quarter row: 128 columns, 512 bytes of a piece.
 
-    Its CTAs stay, two on a multiprocessor. Up to `alone` pieces are a warp's, more are all warps': piece p is warp
+    Its CTAs stay, two on a multiprocessor. Up to `alone[-1]` pieces are a warp's, more are all warps': piece p is warp
     p % 16's, and 16 warps of 9 loads hold 144 of them at a time, one for each multiprocessor of the largest Hopper.
     """
 
@@ -110,7 +109,7 @@ class CombineVariant:
     parts: ClassVar[int] = 4  # of a row
     warps: ClassVar[int] = 16
     alone: ClassVar[tuple[int, ...]] = (4, 8, 16)  # pieces that a warp merges by itself: a path for up to so many each
-    ahead: ClassVar[int] = 8  # of them in flight
+    first_loads: ClassVar[int] = 8  # of them in flight before it waits
     loads: ClassVar[int] = 9  # in flight, of each warp where all merge
     pieces: ClassVar[int] = warps * loads  # that a row may have
     lses: ClassVar[int] = -(-pieces // 32) * 32  # of a row in shared memory
@@ -156,29 +155,15 @@ class CombineVariant:
         return f"mla_combine_{self.dtype}"
 
 
-def trace(variant: Variant | CombineVariant) -> Any:
-    """The variant, compiled by the DSL: an object with `__ptx__` (text) and `__cubin__` (bytes). Needs no GPU.
-
-    CUTE_DSL_KEEP must name ptx and cubin before the DSL is first imported.
-    """
-    if isinstance(variant, CombineVariant):
-        from pagedmla.cutlass_kernels.combine import compile_combine
-
-        return compile_combine(variant)
-    from pagedmla.cutlass_kernels.decode_sm90 import compile_decode
-
-    return compile_decode(variant)
-
-
 _REASONS = {
     16: "16 heads and one token (DeepSeek-V3 under TP8): bound by memory, a tile of 16 rows wastes no row",
     32: "16 heads and two tokens, or 32 heads: still bound by memory",
-    64: "64 heads, or 16 and four tokens: memory and tensor time are close",
+    64: "64 heads, or 16 and four tokens: bound by memory; with two terms shared memory comes close",
     128: "128 heads: two CTAs share each key tile by multicast",
 }
 
-# While memory binds, the two forms that its time hides; beyond, e4m3 with one term or two. With two terms, two tiles of
-# 64 rows on CTAs of their own are faster than a cluster: 318 and 332 us for 128 heads on an H200.
+# Up to 32 rows two terms, and fp16, exact to the stored FP8; beyond, e4m3 with one term or two. With two terms, two
+# tiles of 64 rows on CTAs of their own are faster than a cluster: 318 and 332 us for 128 heads on an H200.
 _FORMS = {
     16: (("fp8", 2), ("fp16", 1)),
     32: (("fp8", 2), ("fp16", 1)),
@@ -200,4 +185,4 @@ def _all() -> tuple[Variant, ...]:
 
 
 VARIANTS = _all()
-COMBINES = tuple(CombineVariant(dtype) for dtype in DTYPES)
+COMBINES = tuple(CombineVariant(dtype) for dtype in dict.fromkeys(variant.dtype for variant in VARIANTS))

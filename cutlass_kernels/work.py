@@ -44,12 +44,20 @@ class Item(NamedTuple):
     tiles: Any
 
 
+_FIRST, _SHARE = 0, 16  # bytes
+_PLACE, _SIZES, _RANGE, _FILL = 0, 16, 32, 48
+_ITEMS, _PIECE = _PLACE + 12, _SIZES + 8
+
+
 class Notes:
     """What the walk needs again after an item, kept in shared memory: registers are short while one is worked on.
 
-    found  [8]   first segment's request, row tile, first unit, -; share, whole, one_each, -
-    warp   [16]  request, row tile, first unit, items; units, row tiles, piece, pieces;
-                 first key, kv_len, kept, tiles; fill, -, -, -
+    found    at _FIRST   the first segment's request, row tile and first unit
+             at _SHARE   share, whole, one_each
+    warp     at _PLACE   request, row tile, first unit, items
+             at _SIZES   units, row tiles, piece, pieces
+             at _RANGE   first key, kv_len, kept, tiles
+             at _FILL    fill
     """
 
     def __init__(self, found: Any, warp: Any) -> None:
@@ -70,16 +78,15 @@ def read_request(lengths: Lengths, index: Any) -> Request:
 
 @cute.jit
 def find_share(
-    lengths: Lengths, worker: Int32, tid: Int32, scratch: Int32, rows: cutlass.Constexpr, threads: cutlass.Constexpr
-) -> None:
-    """The worker's share and first segment into `Notes.found`, which lies behind 16 bytes a warp of `scratch`.
-
-    By all threads of the CTA.
+    lengths: Lengths, worker: Int32, thread: Int32, scratch: Int32, rows: cutlass.Constexpr, threads: cutlass.Constexpr
+) -> Int32:
+    """The worker's share and first segment as `Notes.found`, whose address is returned: behind 16 bytes a warp of
+    `scratch`. By all threads of the CTA, which meet in it.
     """
     warps = threads // 32
-    warp, lane = tid // 32, tid % 32
+    warp, lane = thread // 32, thread % 32
     total, longest, segments = Int32(0), Int32(1), Int32(0)
-    for index in cutlass.range(tid, lengths.batch + 1, threads, unroll=1):
+    for index in cutlass.range(thread, lengths.batch + 1, threads, unroll=1):
         request = read_request(lengths, index)
         row_tiles = schedule.row_tiles_of(request.q_len, lengths.heads, rows)
         units = schedule.units_of(request.kv_len)
@@ -101,12 +108,12 @@ def find_share(
     whole = schedule.is_whole(total, longest, segments, lengths.workers, lengths.partitions)
     one_each = whole & Int32(segments <= lengths.workers)
     result = scratch + 16 * warps
-    if tid == 0:
-        ptx.store_shared(result, lengths.batch + 1, Int32(0), Int32(0), Int32(0))
-        ptx.store_shared(result + 16, share, whole, one_each, Int32(0))
+    if thread == 0:
+        ptx.store_shared(result, lengths.batch + 1, Int32(0), Int32(0), Int32(0), offset=_FIRST)
+        ptx.store_shared(result, share, whole, one_each, Int32(0), offset=_SHARE)
     units_before, segments_before = Int32(0), Int32(0)
     for chunk in cutlass.range(0, lengths.batch + 1, threads, unroll=1):
-        request = read_request(lengths, chunk + tid)
+        request = read_request(lengths, chunk + thread)
         row_tiles = schedule.row_tiles_of(request.q_len, lengths.heads, rows)
         units = schedule.units_of(request.kv_len)
         my_units, my_segments = row_tiles * units, row_tiles
@@ -128,14 +135,17 @@ def find_share(
             units_from += earlier * its_units
             segments_from += earlier * its_segments
             chunk_units, chunk_segments = chunk_units + its_units, chunk_segments + its_segments
-        by_unit = (schedule.first_unit(worker, share) - units_from) // units
-        row_tile = one_each * (worker - segments_from) + (1 - one_each) * by_unit
-        ahead = one_each * (worker - segments_from) + (1 - one_each) * (schedule.first_unit(worker, share) - units_from)
+        units_ahead = schedule.first_unit(worker, share) - units_from
+        by_unit = units_ahead // units
+        segments_ahead = worker - segments_from
+        row_tile = one_each * segments_ahead + (1 - one_each) * by_unit
+        ahead = one_each * segments_ahead + (1 - one_each) * units_ahead
         span = one_each * my_segments + (1 - one_each) * my_units
         if ahead >= 0 and ahead < span:
-            ptx.store_shared(result, chunk + tid, row_tile, units_from + row_tile * units, Int32(0))
+            ptx.store_shared(result, chunk + thread, row_tile, units_from + row_tile * units, Int32(0), offset=_FIRST)
         units_before, segments_before = units_before + chunk_units, segments_before + chunk_segments
     cute.arch.sync_threads()
+    return result
 
 
 @cute.jit
@@ -147,10 +157,10 @@ def walk(
     `fill` counts tiles of keys and `items` pieces since the kernel began.
     """
     fill, items = Int32(0), Int32(0)
-    index, row_tile, start, _ = ptx.load_shared(Int32, notes.found, 4)
+    index, row_tile, start, _ = ptx.load_shared(Int32, notes.found, 4, _FIRST)
     running = Int32(index <= lengths.batch)
     while running != 0:
-        share, whole, one_each, _ = ptx.load_shared(Int32, notes.found, 4, 16)
+        share, whole, one_each, _ = ptx.load_shared(Int32, notes.found, 4, _SHARE)
         request = read_request(lengths, index)
         row_tiles = schedule.row_tiles_of(request.q_len, lengths.heads, rows)
         units = schedule.units_of(request.kv_len)
@@ -158,16 +168,16 @@ def walk(
         mine = one_each | Int32(start >= schedule.first_unit(worker, share))  # who has its first unit has all of it
         begin, end = (1 - whole) * begin, (1 - whole) * end + whole * mine * units
         piece, pieces = (1 - whole) * piece, (1 - whole) * pieces + whole
-        ptx.store_shared(notes.warp, index, row_tile, start, items)
-        ptx.store_shared(notes.warp, units, row_tiles, piece, pieces, offset=16)
+        ptx.store_shared(notes.warp, index, row_tile, start, items, offset=_PLACE)
+        ptx.store_shared(notes.warp, units, row_tiles, piece, pieces, offset=_SIZES)
         cute.arch.sync_warp()
         if Int32(row_tiles > 0) * (end - begin) > 0:
             tiles = schedule.at_least_zero(schedule.smaller(end, tiles_of(request.kv_len)) - begin)
             fill = role(Item(request, row_tile, begin, tiles), fill, items)
             items = items_before(notes) + 1
-        share, whole, one_each, _ = ptx.load_shared(Int32, notes.found, 4, 16)
-        index, row_tile, start, _ = ptx.load_shared(Int32, notes.warp, 4)
-        units, row_tiles, _, _ = ptx.load_shared(Int32, notes.warp, 4, 16)
+        share, whole, one_each, _ = ptx.load_shared(Int32, notes.found, 4, _SHARE)
+        index, row_tile, start, _ = ptx.load_shared(Int32, notes.warp, 4, _PLACE)
+        units, row_tiles, _, _ = ptx.load_shared(Int32, notes.warp, 4, _SIZES)
         start += Int32(row_tiles > 0) * units
         done = Int32(row_tile + 1 >= row_tiles)
         index, row_tile = index + done, (1 - done) * (row_tile + 1)
@@ -177,8 +187,8 @@ def walk(
 
 def keep_range(notes: Notes, item: Item, kept: Any, fill: Any) -> None:
     """Note the item's first key, its end, how many keys every row sees, its tiles, and the first one's fill."""
-    ptx.store_shared(notes.warp, item.begin * KEYS, item.request.kv_len, kept, item.tiles, offset=32)
-    ptx.store_shared(notes.warp, fill, offset=48)
+    ptx.store_shared(notes.warp, item.begin * KEYS, item.request.kv_len, kept, item.tiles, offset=_RANGE)
+    ptx.store_shared(notes.warp, fill, offset=_FILL)
 
 
 class Keys(NamedTuple):
@@ -192,14 +202,14 @@ class Keys(NamedTuple):
 
 
 def range_of(notes: Notes) -> Keys:
-    return Keys(*ptx.load_shared(Int32, notes.warp, 4, 32), *ptx.load_shared(Int32, notes.warp, 1, 48))
+    return Keys(*ptx.load_shared(Int32, notes.warp, 4, _RANGE), *ptx.load_shared(Int32, notes.warp, 1, _FILL))
 
 
 def items_before(notes: Notes) -> Any:
     """Items that the CTA has finished."""
-    return ptx.load_shared(Int32, notes.warp, 1, 12)[0]
+    return ptx.load_shared(Int32, notes.warp, 1, _ITEMS)[0]
 
 
 def pieces_of(notes: Notes) -> Any:
     """(piece, pieces) of the item at hand."""
-    return ptx.load_shared(Int32, notes.warp, 2, 24)
+    return ptx.load_shared(Int32, notes.warp, 2, _PIECE)

@@ -8,8 +8,8 @@ from pagedmla.kv_cache.layouts import CacheLayout
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """Published peaks: memory in TB/s, dense tensor throughput in TFLOP/s."""
+class Roof:
+    """The most of a device: memory in TB/s, dense tensor throughput in TFLOP/s."""
 
     name: str
     terabytes_per_second: float
@@ -17,9 +17,16 @@ class Gpu:
     fp8_tflops: float
 
 
-H100 = Gpu("H100 SXM", 3.35, 990, 1979)
-H200 = Gpu("H200", 4.8, 990, 1979)
-B200 = Gpu("B200", 8.0, 2250, 4500)
+@dataclass(frozen=True)
+class Gpu(Roof):
+    """Published peaks of a card."""
+
+    multiprocessors: int
+
+
+H100 = Gpu("H100 SXM", 3.35, 990, 1979, 132)
+H200 = Gpu("H200", 4.8, 990, 1979, 132)
+B200 = Gpu("B200", 8.0, 2250, 4500, 148)
 GPUS = (H100, H200, B200)
 
 
@@ -30,10 +37,10 @@ class StepCost:
     bytes: int
     flops: int
 
-    def floor_us(self, gpu: Gpu, *, fp8_mma: bool) -> float:
-        """Microseconds on `gpu` at its published peaks, memory and tensor cores fully overlapped (a model)."""
-        tflops = gpu.fp8_tflops if fp8_mma else gpu.bf16_tflops
-        return max(self.bytes / gpu.terabytes_per_second, self.flops / tflops) * 1e-6
+    def floor_us(self, roof: Roof, *, fp8_mma: bool) -> float:
+        """Microseconds at a device's peaks, memory and tensor cores fully overlapped (a model)."""
+        tflops = roof.fp8_tflops if fp8_mma else roof.bf16_tflops
+        return max(self.bytes / roof.terabytes_per_second, self.flops / tflops) * 1e-6
 
 
 def attention_cost(

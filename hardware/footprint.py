@@ -61,43 +61,44 @@ def disassemble(cubin: bytes) -> str:
 
 
 def report_row(
-    *,
-    kernel: str,
-    executor: str,
-    target: Target,
-    layout: str,
-    rows: int,
-    footprint: Footprint,
-    tokens: int | None,
-    bytes_per_token: float | None,
-    options: dict[str, Any],
-    compiler: str,
+    *, footprint: Footprint, target: Target, tokens: int | None, bytes_per_token: float | None, **about: Any
 ) -> dict[str, Any]:
-    """One row of the compile table.
+    """One row of the compile table; `about` as in `_row`.
 
     `tokens` is what a block covers with the counted instructions (a trip of its main loop, or the whole program): its
     warps share them, so a token costs `instructions * warps / tokens`. None where a kernel doesn't walk tokens.
-    `compiler` is the version that built it.
     """
-    return {
-        "kernel": kernel,
-        "executor": executor,
-        "target": target.name,
-        "layout": layout,
-        "rows": rows,
-        "registers": footprint.registers,
-        "spill_words": footprint.spill_words,
-        "spill_words_in_loop": footprint.spill_words_in_loop,
-        "shared_bytes": footprint.shared_bytes,
-        "ctas_per_sm": target.blocks_resident(footprint.registers, footprint.warps, footprint.shared_bytes),
-        "warp_instructions_per_token": round(footprint.instructions * footprint.warps / tokens, 1) if tokens else None,
-        "bytes_per_token": bytes_per_token,
-        executor: compiler,
-        "options": options,
-    }
+    return _row(
+        target=target,
+        **about,
+        registers=footprint.registers,
+        spill_words=footprint.spill_words,
+        spill_words_in_loop=footprint.spill_words_in_loop,
+        shared_bytes=footprint.shared_bytes,
+        ctas_per_sm=target.blocks_resident(footprint.registers, footprint.warps, footprint.shared_bytes),
+        warp_instructions_per_token=round(footprint.instructions * footprint.warps / tokens, 1) if tokens else None,
+        bytes_per_token=bytes_per_token,
+    )
 
 
-def refusal_row(
+def refusal_row(*, reason: str, **about: Any) -> dict[str, Any]:
+    """The row of a variant that a target can't take: the figures are None and `refused` says why."""
+    nothing: dict[str, Any] = dict.fromkeys(_FIGURES)
+    return {**_row(**about, **nothing), "refused": reason}
+
+
+_FIGURES = (
+    "registers",
+    "spill_words",
+    "spill_words_in_loop",
+    "shared_bytes",
+    "ctas_per_sm",
+    "warp_instructions_per_token",
+    "bytes_per_token",
+)
+
+
+def _row(
     *,
     kernel: str,
     executor: str,
@@ -106,29 +107,18 @@ def refusal_row(
     rows: int,
     options: dict[str, Any],
     compiler: str,
-    reason: str,
+    **figures: float | None,
 ) -> dict[str, Any]:
-    """The row of a variant that a target can't take: the figures are None and `refused` says why."""
+    """What every row says; `compiler` is the version that built it."""
     return {
         "kernel": kernel,
         "executor": executor,
         "target": target.name,
         "layout": layout,
         "rows": rows,
-        **dict.fromkeys(
-            (
-                "registers",
-                "spill_words",
-                "spill_words_in_loop",
-                "shared_bytes",
-                "ctas_per_sm",
-                "warp_instructions_per_token",
-                "bytes_per_token",
-            )
-        ),
+        **figures,
         executor: compiler,
         "options": options,
-        "refused": reason,
     }
 
 

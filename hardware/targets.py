@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pagedmla.kv_cache.checks import Refusal
+
 
 @dataclass(frozen=True)
 class Target:
@@ -33,6 +35,11 @@ class Target:
     blocks_per_unit: int
     native_e4m3: bool  # reads e4m3 by an instruction; elsewhere bits are shifted into place
     rounds_e4m3: bool  # rounds float32 to e4m3 once, saturating, by an instruction; elsewhere integers do it
+    # What Triton's builds for it are good at, by what they came to (docs/kernels/decode_triton.md).
+    warpgroup_mma: bool  # an MMA of four warps, which reads its operands from shared memory
+    tiles_of_32: bool  # a tile of 32 rows is built right and worth it
+    second_stage: bool  # two stages of 64 unquantised keys fit its shared memory beside 16 rows
+    hoists_float32: bool  # a loop over float32 keys keeps its invariants in registers; elsewhere it spills thousands
 
     def blocks_resident(self, registers: int, warps: int, shared: int) -> int:
         """Blocks of `warps` warps with `registers` a thread and `shared` bytes that one unit holds; 0: it fits none."""
@@ -61,6 +68,10 @@ def _nvidia(arch: int, shared_per_unit: int, warps_per_partition: int, blocks_pe
         blocks_per_unit=blocks_per_unit,
         native_e4m3=arch >= 89,
         rounds_e4m3=arch >= 90,
+        warpgroup_mma=90 <= arch < 120,  # from 120 on there is the MMA of one warp alone
+        tiles_of_32=arch // 10 != 9,  # ptxas 12.8 gets them wrong with Hopper's warpgroup MMA
+        second_stage=arch // 10 == 9,  # Blackwell's build needs a little more than it has
+        hoists_float32=arch >= 89,
     )
 
 
@@ -80,6 +91,10 @@ def _amd(arch: str, shared: int, native_e4m3: bool) -> Target:
         blocks_per_unit=16,
         native_e4m3=native_e4m3,
         rounds_e4m3=False,
+        warpgroup_mma=False,
+        tiles_of_32=False,  # beyond 16 rows they spill hundreds of words
+        second_stage=False,
+        hoists_float32=True,
     )
 
 
@@ -100,7 +115,7 @@ def find_target(name: str) -> Target:
     """The target of that name (`sm_90a` means `sm_90`). ValueError names those there are."""
     known = TARGETS.get(name.removesuffix("a") if name.startswith("sm_") else name)
     if known is None:
-        raise ValueError(f"target: expected one of {', '.join(TARGETS)}; got {name!r}")
+        raise Refusal(f"target: expected one of {', '.join(TARGETS)}; got {name!r}")
     return known
 
 
@@ -118,7 +133,8 @@ def assumed_target(target: Target) -> Iterator[None]:
 
 
 def target_of(device: torch.device) -> Target:
-    """The target that a device is. A GPU that isn't listed is its nearest relative with its own shared memory.
+    """The target that a device is. One that isn't listed has its nearest relative's sizes but for shared memory, and
+    can what its architecture can.
 
     Without a GPU, sm_90: the interpreter has no limits of its own.
     """
@@ -136,6 +152,7 @@ def target_of(device: torch.device) -> Target:
     arch = 10 * properties.major + properties.minor
     if f"sm_{arch}" in TARGETS:
         return TARGETS[f"sm_{arch}"]
-    older = max((known for known in (80, 89, 90, 100) if known <= arch), default=80)
+    relative = TARGETS[f"sm_{max((known for known in (80, 89, 90, 100) if known <= arch), default=80)}"]
     shared: int = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return replace(TARGETS[f"sm_{older}"], name=f"sm_{arch}", arch=arch, shared_per_block=shared)
+    target = _nvidia(arch, relative.shared_per_unit, relative.warps_per_partition, relative.blocks_per_unit)
+    return replace(target, shared_per_block=shared)

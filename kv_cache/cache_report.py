@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 ERROR = "error"
 WARNING = "warning"
@@ -15,15 +15,35 @@ PER_TENSOR = "per tensor"
 INLINE = "inline"
 PAGED = "paged"
 
+FindingKind = Literal[
+    "query_start_loc",
+    "bound",
+    "negative_length",
+    "table_width",
+    "id_out_of_range",
+    "repeated_page",
+    "shared_out_of_place",
+    "scale_page_shared",
+    "value_page_torn",
+    "zero_scale",
+    "negative_scale",
+    "non_finite_scale",
+    "floor_scale",
+    "nan_values",
+    "scale_size",
+    "scales_left_behind",
+]
+"""What a finding is about, in a word for programs; docs/operators.md says what each means."""
+
 
 @dataclass(frozen=True)
 class Finding:
     """Something wrong, or (severity "warning") something to look at. What it isn't about is None.
 
-    `kind` is one of a fixed set of words, for programs; `sentence` names row, column, page ids and bound, for people.
+    `kind` is for programs; `sentence` names row, column, page ids and bound, for people.
     """
 
-    kind: str
+    kind: FindingKind
     severity: str
     sentence: str
     row: int | None = None

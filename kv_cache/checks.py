@@ -18,6 +18,18 @@ from torch import Tensor
 INDEX_DTYPES = (torch.int32, torch.uint32)
 
 
+class Refusal(ValueError):
+    """Arguments that don't fit, told in this package's one form: what is raised so is no bug of ours."""
+
+
+class TypeRefusal(Refusal, TypeError):
+    """An argument that isn't of its kind."""
+
+
+class IndexRefusal(Refusal, IndexError):
+    """A number beyond what it counts."""
+
+
 class DroppedStoreWarning(UserWarning):
     """A store named a page outside its pool. Nothing was written for it; with checks on it is an IndexError."""
 
@@ -28,7 +40,7 @@ def checks_enabled(check: bool | None = None) -> bool:
         return expect_bool(check, "check")
     setting = os.environ.get("PAGEDMLA_CHECK", "")
     if setting not in ("", "0", "1"):
-        raise ValueError(f"PAGEDMLA_CHECK: expected 0 or 1; got {setting!r}")
+        refuse("PAGEDMLA_CHECK", "0 or 1", quoted(setting))
     return setting == "1"
 
 
@@ -43,10 +55,17 @@ def describe(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def refuse(name: str, expected: str, got: object, hint: str = "", error: type[Exception] = ValueError) -> NoReturn:
-    """Raise `error` in the one form that every refusal of this package has."""
+_REFUSALS: dict[type[Exception], type[Exception]] = {
+    ValueError: Refusal,
+    TypeError: TypeRefusal,
+    IndexError: IndexRefusal,
+}
+
+
+def refuse(name: str, expected: str, got: object, hint: str = "", error: type[Exception] = Refusal) -> NoReturn:
+    """Raise `error` in the one form that every refusal of this package has; a plain one as the refusal of its kind."""
     shown = got if isinstance(got, str) else describe(got) if isinstance(got, Tensor) or got is None else repr(got)
-    raise error(f"{name}: expected {expected}; got {shown}." + (f" {hint}" if hint else ""))
+    raise _REFUSALS.get(error, error)(f"{name}: expected {expected}; got {shown}." + (f" {hint}" if hint else ""))
 
 
 def expect_tensor(
@@ -61,10 +80,11 @@ def expect_tensor(
     wanted += f" {' or '.join(dtype_name(dtype) for dtype in dtypes)}" if dtypes else ""
     if isinstance(value, Tensor):
         refuse(name, wanted, value, hint)
-    refuse(name, f"a tensor {wanted}", describe(value), hint, TypeError)
+    refuse(name, f"a tensor {wanted}", describe(value), hint, TypeRefusal)
 
 
 def expect_same_device(anchor: Tensor, anchor_name: str, **others: Tensor | None) -> None:
+    """Refuse the first of `others` that lies elsewhere than `anchor`; None lies anywhere."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != anchor.device:
             refuse(name, f"a tensor on {anchor.device}, as {anchor_name}", f"one on {tensor.device}")
@@ -92,7 +112,7 @@ def host_int(value: Tensor | int, name: str, minimum: int = 0) -> int:
 
 def expect_int(value: object, name: str, expected: str = "an int") -> int:
     """A Python int from any integer, numpy's too; no bool, and no tensor, which may lie on a device."""
-    if type(value) is int:  # as dynamo sees a number that changed: it can't ask such a one for __index__
+    if type(value) is int:  # dynamo's symbolic ints pass this test and have no `__index__`
         return value
     if not isinstance(value, (bool, Tensor)) and hasattr(value, "__index__"):
         return operator.index(value)
@@ -111,7 +131,7 @@ def quoted(value: object) -> object:
 
 
 def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def ceildiv(a: int, b: int) -> int:

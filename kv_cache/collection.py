@@ -22,8 +22,11 @@ from torch import Tensor
 from pagedmla.kv_cache.checks import (
     INDEX_DTYPES,
     DroppedStoreWarning,
+    IndexRefusal,
+    Refusal,
     ceildiv,
     checks_enabled,
+    counted,
     describe,
     expect_int,
     expect_same_device,
@@ -94,7 +97,7 @@ class PagedKVCacheCollection:
         """Tokens that row `bs` had in the cache before this step."""
         bs = expect_int(bs, "bs")
         if not 0 <= bs < self.cache_lengths.shape[0]:
-            raise IndexError(f"cache_length: row {bs} is out of range for a batch of {self.cache_lengths.shape[0]}")
+            raise IndexRefusal(f"cache_length: row {bs} is out of range for a batch of {self.cache_lengths.shape[0]}")
         return int(int64_lengths(self.cache_lengths)[bs])
 
     def get_key_cache(self, layer: int) -> PagedKVCache:
@@ -102,7 +105,7 @@ class PagedKVCacheCollection:
 
     def get_value_cache(self, layer: int) -> PagedKVCache:
         if self.kv_params.is_mla:
-            raise ValueError(
+            raise Refusal(
                 "get_value_cache: an MLA cache stores no values of its own (kv_dim 1); "
                 "they are the latent columns of get_key_cache"
             )
@@ -111,7 +114,7 @@ class PagedKVCacheCollection:
     def _layer(self, layer: int) -> int:
         layer = expect_int(layer, "layer")
         if not 0 <= layer < self.num_layers:
-            raise IndexError(f"layer: {layer} is out of range for a cache of {self.num_layers} layers")
+            raise IndexRefusal(f"layer: {layer} is out of range for a cache of {counted(self.num_layers, 'layer')}")
         return layer
 
 
@@ -217,7 +220,7 @@ class PagedKVCache:
 
     def _scale_pool(self, caller: str) -> PagedTensor:
         if self.collection.scale_pool is None:
-            raise ValueError(f"{caller}: this cache has no scales; make it with generic_get_paged_cache_with_scales")
+            raise Refusal(f"{caller}: this cache has no scales; make it with generic_get_paged_cache_with_scales")
         return self.collection.scale_pool
 
     def _value_offsets(self, bs: Index, head: Index, tok: Index, dim: Index) -> Tensor:
@@ -256,11 +259,11 @@ class PagedKVCache:
         """Page ids as the table has them; rows and columns are checked, ids not yet."""
         _expect_range(bs, "bs", table.shape[0])
         if _readable(tok) and tok.numel() and int(tok.min()) < 0:
-            raise IndexError(f"tok: {int(tok.min())} is negative")
+            raise IndexRefusal(f"tok: {int(tok.min())} is negative")
         column = tok // self.collection.page_size
         if _readable(column) and column.numel() and int(column.max()) >= table.shape[1]:
             at = int(column.argmax())
-            raise IndexError(
+            raise IndexRefusal(
                 f"{table_name}: row {int(bs.flatten()[at])} needs column {int(column.max())} for token "
                 f"{int(tok.flatten()[at])} in pages of {self.collection.page_size}; got {table.shape[1]} columns"
             )
@@ -269,20 +272,20 @@ class PagedKVCache:
     def _pages(self, bs: Tensor, tok: Tensor, table: Tensor, pool: PagedTensor, table_name: str) -> Tensor:
         page = self._table_ids(bs, tok, table, table_name)
         if _readable(page):
-            outside = (page < 0) | (page >= pool.num_pages)
+            outside = pool.outside(page)
             if bool(outside.any()):
-                raise IndexError(self._outside(outside, page, bs, tok, pool, table_name))
+                raise IndexRefusal(self._outside(outside, page, bs, tok, pool, table_name))
         return page
 
     def _pages_to_store(
         self, bs: Tensor, tok: Tensor, table: Tensor, pool: PagedTensor, table_name: str, check: bool | None
     ) -> tuple[Tensor, Tensor]:
         page = self._table_ids(bs, tok, table, table_name)
-        outside = (page < 0) | (page >= pool.num_pages)
+        outside = pool.outside(page)
         if (_readable(page) or checks_enabled(check)) and bool(outside.any()):
             message = self._outside(outside, page, bs, tok, pool, table_name)
             if checks_enabled(check):
-                raise IndexError(message)
+                raise IndexRefusal(message)
             warnings.warn(f"{message}; {int(outside.sum())} elements dropped", DroppedStoreWarning, stacklevel=3)
         return page, ~outside
 
@@ -291,10 +294,8 @@ class PagedKVCache:
     ) -> str:
         at = int(outside.flatten().to(torch.uint8).argmax())
         column = int(tok.flatten()[at]) // self.collection.page_size
-        return (
-            f"{table_name}: row {int(bs.flatten()[at])}, column {column} holds page id {int(page.flatten()[at])}; "
-            f"{pool.name} has {pool.num_pages} pages"
-        )
+        place = f"row {int(bs.flatten()[at])}, column {column}"
+        return pool.names_outside(table_name, place, int(page.flatten()[at]))
 
     def _write(self, pool: PagedTensor, offsets: Tensor, keep: Tensor, value: Tensor | float) -> None:
         source = torch.as_tensor(value, device=pool.tensor.device)
@@ -487,7 +488,7 @@ def _readable(tensor: Tensor) -> bool:
 def _expect_range(index: Tensor, name: str, bound: int) -> None:
     if _readable(index) and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < bound:
         worst = int(index.min()) if int(index.min()) < 0 else int(index.max())
-        raise IndexError(f"{name}: {worst} is out of range for {bound}")
+        raise IndexRefusal(f"{name}: {worst} is out of range for {bound}")
 
 
 __all__ = [

@@ -23,7 +23,8 @@ _IN_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 @contextlib.contextmanager
 def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write, which is `path` once the block has ended well; where it hasn't, `path` is what it was.
+    """A file to write, which is `path` once the block has ended well. Otherwise `path` is what it was, except where it
+    has to be written in place (module docstring).
 
     An existing file's mode and owner are kept, and a link stays a link. OSError names `path`.
     """
@@ -78,7 +79,9 @@ def expect_folder(folder: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=folder):  # a mode says too little of root, and of read-only file systems
             pass
     except OSError as error:
-        raise OSError(f"{folder}: expected a folder that files can be made in; got {error.strerror}") from error
+        takes_none = error.errno == errno.ENOENT and folder.is_dir()  # as /proc says it
+        got = "one that takes none" if takes_none else error.strerror
+        raise OSError(f"{folder}: expected a folder that files can be made in; got {got}") from error
 
 
 def _open(target: Path, beside: Path) -> BinaryIO:

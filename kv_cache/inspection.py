@@ -29,7 +29,7 @@ from pagedmla.kv_cache.cache_report import (
     PoolSummary,
     RequestPages,
 )
-from pagedmla.kv_cache.checks import describe, expect_int, expect_memory, refuse
+from pagedmla.kv_cache.checks import IndexRefusal, counted, describe, expect_int, expect_memory, refuse
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.page_contents import PageContents, read_pages
@@ -41,7 +41,7 @@ from pagedmla.kv_cache.page_findings import (
     check_scales_left_behind,
 )
 from pagedmla.kv_cache.table_findings import (
-    Look,
+    Inspection,
     check_ids,
     check_pairing,
     check_sharing,
@@ -62,14 +62,14 @@ def inspect(
     request_names: Sequence[str] | None = None,
     before: CacheReport | None = None,
 ) -> CacheReport:
-    """Look at a step's cache; `report.ok` says whether `report.problems` is empty.
+    """Inspection at a step's cache; `report.ok` says whether `report.problems` is empty.
 
     values           the cache, on any device; only live pages are read
     layout           a CacheLayout or its name
     query_start_loc  `[B + 1]`: the step's tokens are stored already, so they count as live
     kv_lens          `[B]`: live tokens of each row instead; by default cache_lengths, and the step's tokens if given
     layers           those to read (None: all)
-    request_names    `[B]`, to tell requests again in another report (None: their row numbers)
+    request_names    `[B]`, to recognise requests in a later report (None: their row numbers)
     before           an earlier report of the same layers: names pages whose scales didn't follow their values
 
     Raises ValueError and IndexError for shapes, dtypes and arguments that don't fit, never for what the cache holds.
@@ -82,26 +82,26 @@ def inspect(
     if before is not None:
         _check_before(before, layout, cache, layers)
 
-    look = Look(cache, storage, names, named=request_names is not None)
-    wanted = row_lengths(look, query_start_loc, kv_lens)
-    live = entries_in_use(look, wanted)
-    inside = check_ids(look, live)
+    inspection = Inspection(cache, storage, names, named=request_names is not None)
+    wanted = row_lengths(inspection, query_start_loc, kv_lens)
+    live = entries_in_use(inspection, wanted)
+    inside = check_ids(inspection, live)
     in_pool = LivePages(*(entries[inside] for entries in live))
-    check_sharing(look, in_pool)
+    check_sharing(inspection, in_pool)
     if storage == PAGED:
-        check_pairing(look, in_pool)
+        check_pairing(inspection, in_pool)
 
     pairs = PagePairs.of(live, inside)
     earlier = None if before is None else Earlier(before)
     slots = [pairs.wanted_slots(pair, live, names, earlier) for pair in range(len(pairs.entries))]
     contents = read_pages(cache, layout, layers, pairs.live(live), slots, per_tensor=storage == PER_TENSOR)
-    check_contents(look, live, pairs, contents, layers)
+    check_contents(inspection, live, pairs, contents, layers)
     if storage != PER_TENSOR:
-        check_scale_sizes(look, live, pairs, contents, layers)
-    requests = _requests(look, live, wanted, pairs, contents)
+        check_scale_sizes(inspection, live, pairs, contents, layers)
+    requests = _requests(inspection, live, wanted, pairs, contents)
     if earlier is not None:
-        check_scales_left_behind(look, requests, pairs, contents, earlier)
-    return CacheReport(_summary(cache, layout, storage, live), requests, contents.layers, tuple(look.findings))
+        check_scales_left_behind(inspection, requests, pairs, contents, earlier)
+    return CacheReport(_summary(cache, layout, storage, live), requests, contents.layers, tuple(inspection.findings))
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
@@ -115,9 +115,11 @@ def _layers(cache: PagedKVCacheCollection, layers: Sequence[int] | None) -> list
     chosen = [expect_int(layer, "layers") for layer in layers]
     if not chosen:
         refuse("layers", "at least one layer", chosen)
+    if len(set(chosen)) != len(chosen):
+        refuse("layers", "each layer once", chosen)
     for layer in chosen:
         if not 0 <= layer < cache.num_layers:
-            raise IndexError(f"layers: {layer} is out of range for a cache of {cache.num_layers} layers")
+            raise IndexRefusal(f"layers: {layer} is out of range for a cache of {counted(cache.num_layers, 'layer')}")
     return chosen
 
 
@@ -154,12 +156,12 @@ def _check_before(before: CacheReport, layout: CacheLayout, cache: PagedKVCacheC
 
 
 def _requests(
-    look: Look, live: LivePages, kv_lens: Tensor, pairs: PagePairs, contents: PageContents
+    inspection: Inspection, live: LivePages, kv_lens: Tensor, pairs: PagePairs, contents: PageContents
 ) -> tuple[RequestPages, ...]:
     owners: dict[int, set[int]] = defaultdict(set)
     for row, page in zip(live.row.tolist(), live.value_page.tolist()):
         owners[page].add(row)
-    pages: list[list[PageInUse]] = [[] for _ in look.names]
+    pages: list[list[PageInUse]] = [[] for _ in inspection.names]
     for at, (row, column, fill, value_page, scale_page) in enumerate(zip(*(column.tolist() for column in live))):
         digests = contents.digests[pairs.pair_of[at]][fill] if at in pairs.pair_of else None
         pages[row].append(
@@ -168,13 +170,15 @@ def _requests(
                 column,
                 fill,
                 value_page,
-                scale_page if look.storage == PAGED else None,
+                scale_page if inspection.storage == PAGED else None,
                 tuple(sorted(owners[value_page] - {row})),
                 None if digests is None else digests.values,
                 None if digests is None else digests.scales,
             )
         )
-    return tuple(RequestPages(row, name, int(kv_lens[row]), tuple(pages[row])) for row, name in enumerate(look.names))
+    return tuple(
+        RequestPages(row, name, int(kv_lens[row]), tuple(pages[row])) for row, name in enumerate(inspection.names)
+    )
 
 
 def _summary(cache: PagedKVCacheCollection, layout: CacheLayout, storage: str, live: LivePages) -> PoolSummary:

@@ -5,7 +5,7 @@ pool to a kernel as strided views. Widths below are for a latent of 512 and a ro
 
 | name                      | bytes a token | row                     | scales                                    |
 |---------------------------|---------------|-------------------------|-------------------------------------------|
-| `bf16`, `fp16`, `fp32`    | 1152, 2304    | 576 numbers             | none                                      |
+| `bf16`, `fp16`, `fp32`    | 1152, 1152, 2304 | 576 numbers          | none                                      |
 | `fp8_flat`                | 576 + 4 G     | 576 e4m3                | G = ceildiv(576, granularity), or a tensor's |
 | `fp8_rope_bf16`           | 644           | 512 e4m3 + 64 bf16      | one a token, for the latent               |
 | `fp8_rope_bf16_prescaled` | 644           | the same, rope / sigma  | one a token, for both                     |
@@ -15,7 +15,9 @@ pool to a kernel as strided views. Widths below are for a latent of 512 and a ro
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,6 +28,14 @@ from pagedmla.kv_cache.paged_tensor import PagedTensor
 from pagedmla.kv_cache.quantise import SCALE_DTYPES, check_sigma, decode_e4m3, quantise_group, saturating_cast, sigma_of
 
 E4M3 = torch.float8_e4m3fn
+
+# Columns that models have, and kernels take. A layout object may have any.
+LATENTS = (512, 256)
+ROPE = 64
+
+
+Measure = Callable[[Tensor], Tensor]
+"""The scale of each group: `[..., columns]` to `[...]`, as `sigma_of` with what the caller of `quantize` asked for."""
 
 
 class QuantizedRows(NamedTuple):
@@ -44,6 +54,7 @@ class RowPlanes:
     scales  [num_scale_pages, page_size, G]       or None; column d of the row takes scale d // scale_group
     rope_scaled            whether the rope columns are multiplied by their scale too
     scales_in_value_pages  the scales lie in the value pages: their table is the values' table
+    scales_repeated        one scale for all pages and slots: it is read and never written
     """
 
     latent: Tensor
@@ -52,14 +63,15 @@ class RowPlanes:
     scale_group: int
     rope_scaled: bool
     scales_in_value_pages: bool
+    scales_repeated: bool = False
 
 
 @dataclass(frozen=True)
 class CacheLayout(ABC):
     """Common ground of all layouts. `latent` and `rope` are columns of the decompressed row."""
 
-    latent: int = 512
-    rope: int = 64
+    latent: int = LATENTS[0]
+    rope: int = ROPE
 
     name: ClassVar[str]
     value_dtypes: ClassVar[tuple[torch.dtype, ...]] = (E4M3, torch.uint8)
@@ -103,7 +115,23 @@ class CacheLayout(ABC):
         """Elements of a pool row for each scale of the scale pool; None where there is no scale pool."""
         return None
 
+    @property
+    def groups(self) -> int:
+        """Scales of a row, wherever they lie."""
+        return self.scales_per_token
+
     @abstractmethod
+    def make_rows(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, measure: Measure) -> QuantizedRows:
+        """What `quantize` does, once its arguments fit; `measure` makes the scales that aren't given."""
+
+    @abstractmethod
+    def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[..., latent + rope]` in `dtype`, which also carries the product with the scale."""
+
+    @abstractmethod
+    def latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Both planes as views of pool rows `[..., row_elements]`."""
+
     def quantize(
         self,
         latent: Tensor,
@@ -111,32 +139,36 @@ class CacheLayout(ABC):
         *,
         sigma: Tensor | None = None,
         power_of_two: bool = False,
-        scale_dtype: torch.dtype = torch.float32,
+        scale_dtype: torch.dtype | None = None,
     ) -> QuantizedRows:
         """Rows from `latent [..., latent]` and `rope [..., rope]` of any float dtype.
 
-        `sigma [..., scales_per_token]` uses given scales instead of measuring them; `power_of_two` rounds measured ones
-        up to a power of two; `scale_dtype` is that of the scale pool.
+        sigma         [..., groups]: given scales, instead of measured ones
+        power_of_two  rounds measured scales up to a power of two; no effect in unquantised layouts, or with sigma
+        scale_dtype   that of the scale pool; None: the layout's first. Only None where the layout has no scale pool
         """
+        self._check_tokens(latent, rope, sigma)
+        if scale_dtype is None:
+            scale_dtype = self.scale_dtypes[0] if self.scale_dtypes else torch.float32
+        elif not self.scale_dtypes:
+            refuse("scale_dtype", f"None, since layout {self} keeps no scale pool", _dtype_words(scale_dtype))
+        elif scale_dtype not in self.scale_dtypes:
+            wanted = f"{' or '.join(map(dtype_name, self.scale_dtypes))} for layout {self}"
+            refuse("scale_dtype", wanted, _dtype_words(scale_dtype))
+        measure = partial(sigma_of, scale_dtype=scale_dtype, power_of_two=power_of_two)
+        return self.make_rows(latent, rope, sigma, measure)
 
-    @abstractmethod
-    def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`[..., latent + rope]` in `dtype`, which also carries the product with the scale."""
-
-    @abstractmethod
-    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Both planes as views of pool rows `[..., row_elements]`."""
-
-    def _check_tokens(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, scales: int) -> None:
-        """Refuse arguments of `quantize` that don't fit each other; sigma has `scales` numbers a token."""
+    def _check_tokens(self, latent: Tensor, rope: Tensor, sigma: Tensor | None) -> None:
+        """Refuse arguments of `quantize` that don't fit each other."""
         lead = _leading(latent, "latent")
         expect_tensor(latent, "latent", [*lead, self.latent], (), f"Layout {self}.")
         expect_tensor(rope, "rope", [*lead, self.rope], (), f"It goes with latent {describe(latent)}.")
         if sigma is None:
             return
-        if not scales:
+        if not self.groups:
             refuse("sigma", f"None, since layout {self} has no scales", sigma)
-        expect_tensor(sigma, "sigma", [*lead, scales], SCALE_DTYPES, f"It goes with latent {describe(latent)}.")
+        hint = f"It goes with latent {describe(latent)}."
+        expect_tensor(sigma, "sigma", [*lead, self.groups], self.scale_dtypes or SCALE_DTYPES, hint)
 
     def _check_rows(self, values: Tensor, scales: Tensor | None) -> Tensor | None:
         """`scales`, once the arguments of `dequantize` fit each other."""
@@ -172,19 +204,19 @@ class CacheLayout(ABC):
     def check_pool(self, blocks: Tensor, scales: Tensor | None) -> None:
         """Refuse a pool that isn't of this kind. Reads shapes, dtypes and strides only."""
         self._check_blocks(blocks)
-        self._check_scales(blocks, scales)
+        self.check_scales(blocks, scales)
         self.check_alignment(PagedTensor(blocks, "kv_blocks", blocks.stride(0)))
 
     def _check_blocks(self, blocks: Tensor) -> None:
         wanted = f"[*, 1, *, *, 1, {self.row_elements}] {' or '.join(map(dtype_name, self.value_dtypes))}"
-        if blocks.dim() != 6 or blocks.shape[1] != 1 or blocks.shape[4] != 1 or blocks.shape[5] != self.row_elements:
-            refuse("kv_blocks", f"{wanted} for layout {self}", blocks, _layout_hint(blocks))
-        if blocks.dtype not in self.value_dtypes:
+        fits = blocks.dim() == 6 and (blocks.shape[1], *blocks.shape[4:]) == (1, 1, self.row_elements)
+        if not fits or blocks.dtype not in self.value_dtypes:
             refuse("kv_blocks", f"{wanted} for layout {self}", blocks, _layout_hint(blocks))
         if blocks.stride(5) != 1:
             refuse("kv_blocks", f"rows whose elements are adjacent (stride(5) 1) for layout {self}", blocks.stride())
 
-    def _check_scales(self, blocks: Tensor, scales: Tensor | None) -> None:
+    def check_scales(self, blocks: Tensor, scales: Tensor | None) -> None:
+        """Refuse a scale pool that doesn't go with `blocks`."""
         if self.scales_per_token == 0:
             if scales is not None:
                 refuse("kv_scales", f"None, since layout {self} keeps no scale pool", scales)
@@ -204,11 +236,13 @@ class CacheLayout(ABC):
         """One layer as views (see RowPlanes). The pools must have passed `check_pool`."""
         self.check_alignment(values)
         rows = values.layer(0, layer).squeeze(2)  # [num_pages, page_size, row_elements]
-        latent, rope = self._latent_and_rope(rows)
-        plane = self._scale_plane(rows, None if scales is None else scales.layer(0, layer).squeeze(2))
-        return RowPlanes(latent, rope, plane, self.scale_group, self.rope_scaled, self.inline_scales)
+        latent, rope = self.latent_and_rope(rows)
+        plane = self.scale_plane(rows, None if scales is None else scales.layer(0, layer).squeeze(2))
+        repeated = scales is not None and not self.inline_scales and scales.repeated
+        return RowPlanes(latent, rope, plane, self.scale_group, self.rope_scaled, self.inline_scales, repeated)
 
-    def _scale_plane(self, rows: Tensor, scales: Tensor | None) -> Tensor | None:
+    def scale_plane(self, rows: Tensor, scales: Tensor | None) -> Tensor | None:
+        """One layer's scales `[num_scale_pages, page_size, groups]`, from its rows or from the scale pool's."""
         return scales
 
     def check_alignment(self, values: PagedTensor) -> None:
@@ -240,16 +274,7 @@ class Unquantised(CacheLayout):
     def row_elements(self) -> int:
         return self.width
 
-    def quantize(
-        self,
-        latent: Tensor,
-        rope: Tensor,
-        *,
-        sigma: Tensor | None = None,
-        power_of_two: bool = False,
-        scale_dtype: torch.dtype = torch.float32,
-    ) -> QuantizedRows:
-        self._check_tokens(latent, rope, sigma, 0)
+    def make_rows(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, measure: Measure) -> QuantizedRows:
         columns = [saturating_cast(part, self.value_dtypes[0]) for part in (latent, rope)]
         return QuantizedRows(torch.cat(columns, -1), None)
 
@@ -257,7 +282,7 @@ class Unquantised(CacheLayout):
         self._check_rows(values, scales)
         return values.to(dtype)
 
-    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return values[..., : self.latent], values[..., self.latent :]
 
 
@@ -321,21 +346,11 @@ class Fp8Flat(CacheLayout):
     def pool_granularity(self) -> int | None:
         return self.scale_group
 
-    def quantize(
-        self,
-        latent: Tensor,
-        rope: Tensor,
-        *,
-        sigma: Tensor | None = None,
-        power_of_two: bool = False,
-        scale_dtype: torch.dtype = torch.float32,
-    ) -> QuantizedRows:
-        self._check_tokens(latent, rope, sigma, self.scales_per_token)
+    def make_rows(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, measure: Measure) -> QuantizedRows:
         row = torch.cat((latent.to(torch.float32), rope.to(torch.float32)), -1)
         groups = row.split(self.scale_group, -1)
         if sigma is None:
-            measured = [sigma_of(x, scale_dtype=scale_dtype, power_of_two=power_of_two) for x in groups]
-            sigma = _stack(measured)
+            sigma = _stack([measure(x) for x in groups])
         codes = [quantise_group(x, sigma[..., g]).view(torch.uint8) for g, x in enumerate(groups)]
         return QuantizedRows(torch.cat(codes, -1).view(E4M3), sigma)
 
@@ -344,7 +359,7 @@ class Fp8Flat(CacheLayout):
         columns = torch.arange(self.width, device=values.device) // self.scale_group
         return decode_e4m3(_as_e4m3(values), dtype) * sigma.to(dtype)[..., columns]
 
-    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
         rows = _as_e4m3(values)
         return rows[..., : self.latent], rows[..., self.latent :]
 
@@ -382,33 +397,26 @@ class Fp8RopeBf16(CacheLayout):
     def pool_granularity(self) -> int | None:
         return self.row_elements
 
-    def quantize(
-        self,
-        latent: Tensor,
-        rope: Tensor,
-        *,
-        sigma: Tensor | None = None,
-        power_of_two: bool = False,
-        scale_dtype: torch.dtype = torch.float32,
-    ) -> QuantizedRows:
-        self._check_tokens(latent, rope, sigma, self.scales_per_token)
+    def make_rows(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, measure: Measure) -> QuantizedRows:
         if sigma is None:
-            sigma = sigma_of(latent, scale_dtype=scale_dtype, power_of_two=power_of_two).unsqueeze(-1)
+            sigma = measure(latent).unsqueeze(-1)
         codes = quantise_group(latent, sigma[..., 0])
-        return QuantizedRows(_join_bytes(codes, self._stored_rope(rope, sigma)), sigma)
+        return QuantizedRows(_join_bytes(codes, self.stored_rope(rope, sigma)), sigma)
 
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         sigma = _need_scales(self, self._check_rows(values, scales)).to(dtype)
-        latent, rope = self._latent_and_rope(_aligned(values, self.alignment))
-        return torch.cat((decode_e4m3(latent, dtype) * sigma, self._read_rope(rope.to(dtype), sigma)), -1)
+        latent, rope = self.latent_and_rope(_aligned(values, self.alignment))
+        return torch.cat((decode_e4m3(latent, dtype) * sigma, self.read_rope(rope.to(dtype), sigma)), -1)
 
-    def _stored_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+    def stored_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+        """The rope as the row holds it, in the dtype that it has there; sigma `[..., 1]` is the latent's."""
         return saturating_cast(rope, torch.bfloat16)
 
-    def _read_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+    def read_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+        """The rope again, in the dtype of both, from what the row holds."""
         return rope
 
-    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return _as_e4m3(values[..., : self.latent]), values[..., self.latent :].view(torch.bfloat16)
 
 
@@ -427,11 +435,11 @@ class Fp8RopeBf16Prescaled(Fp8RopeBf16):
     name = "fp8_rope_bf16_prescaled"
     rope_scaled = True
 
-    def _stored_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+    def stored_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
         inverse = torch.ones((), dtype=torch.float32, device=rope.device) / sigma.to(torch.float32)
         return saturating_cast(rope.to(torch.float32) * inverse, torch.bfloat16)
 
-    def _read_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
+    def read_rope(self, rope: Tensor, sigma: Tensor) -> Tensor:
         return rope * sigma
 
 
@@ -475,19 +483,10 @@ class Fp8DsMla(CacheLayout):
     def row_elements(self) -> int:
         return self.latent + 4 * self.groups + 2 * self.rope
 
-    def quantize(
-        self,
-        latent: Tensor,
-        rope: Tensor,
-        *,
-        sigma: Tensor | None = None,
-        power_of_two: bool = False,
-        scale_dtype: torch.dtype = torch.float32,
-    ) -> QuantizedRows:
-        self._check_tokens(latent, rope, sigma, self.groups)
+    def make_rows(self, latent: Tensor, rope: Tensor, sigma: Tensor | None, measure: Measure) -> QuantizedRows:
         groups = latent.to(torch.float32).split(self.GROUP, -1)
         if sigma is None:
-            sigma = _stack([sigma_of(x, power_of_two=power_of_two) for x in groups])
+            sigma = _stack([measure(x) for x in groups])
         codes = torch.cat([quantise_group(x, sigma[..., g]).view(torch.uint8) for g, x in enumerate(groups)], -1)
         row = _join_bytes(codes, sigma.to(torch.float32), saturating_cast(rope, torch.bfloat16))
         return QuantizedRows(row.view(torch.uint8), None)
@@ -495,21 +494,21 @@ class Fp8DsMla(CacheLayout):
     def dequantize(self, values: Tensor, scales: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         self._check_rows(values, scales)
         values = _aligned(values, self.alignment)
-        latent, rope = self._latent_and_rope(values)
+        latent, rope = self.latent_and_rope(values)
         sigma = self._inline(values).to(dtype).repeat_interleave(self.GROUP, -1)[..., : self.latent]
         return torch.cat((decode_e4m3(latent, dtype) * sigma, rope.to(dtype)), -1)
 
     def _inline(self, values: Tensor) -> Tensor:
         return values[..., self.latent : self.latent + 4 * self.groups].view(torch.float32)
 
-    def _latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def latent_and_rope(self, values: Tensor) -> tuple[Tensor, Tensor]:
         rope = values[..., self.latent + 4 * self.groups :].view(torch.bfloat16)
         return _as_e4m3(values[..., : self.latent]), rope
 
-    def _scale_plane(self, rows: Tensor, scales: Tensor | None) -> Tensor | None:
+    def scale_plane(self, rows: Tensor, scales: Tensor | None) -> Tensor | None:
         return self._inline(rows)
 
-    def _check_scales(self, blocks: Tensor, scales: Tensor | None) -> None:
+    def check_scales(self, blocks: Tensor, scales: Tensor | None) -> None:
         if scales is None:
             return
         first = blocks.data_ptr() + self.latent
@@ -526,7 +525,7 @@ LAYOUTS: dict[str, type[CacheLayout]] = {
 }
 
 
-def get_layout(name: str, *, latent: int = 512, rope: int = 64, granularity: int | None = None) -> CacheLayout:
+def get_layout(name: str, *, latent: int = LATENTS[0], rope: int = ROPE, granularity: int | None = None) -> CacheLayout:
     """A layout by its name. `granularity` is for `fp8_flat` alone. Raises ValueError for a name we don't know."""
     if name not in LAYOUTS:
         refuse("layout", f"one of {', '.join(LAYOUTS)}", repr(name))
@@ -560,7 +559,7 @@ def resolve_layout(layout: CacheLayout | str, blocks: Tensor, scales: Tensor | N
 
 
 def _fit_to_row(layout: CacheLayout, row_elements: int) -> CacheLayout:
-    for latent in (512, 256):
+    for latent in LATENTS:
         fitted = replace(layout, latent=latent)
         if fitted.row_elements == row_elements:
             return fitted
@@ -600,6 +599,10 @@ def per_tensor_scale(sigma: Tensor, blocks: Tensor) -> Tensor:
     flat = sigma.reshape(-1)
     stride_layer = 0 if flat.numel() == 1 else flat.stride(0)
     return flat.as_strided((pages, kv_dim, layers, page_size, heads, 1), (0, 0, stride_layer, 0, 0, 0))
+
+
+def _dtype_words(dtype: object) -> str:
+    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)
 
 
 def _leading(rows: Tensor, name: str) -> torch.Size:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.cache_report import LayerHealth
+from pagedmla.kv_cache.cache_report import FindingKind, LayerHealth
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import E4M3, CacheLayout, RowPlanes
 from pagedmla.kv_cache.paged_tensor import raw_view
@@ -22,11 +22,11 @@ from pagedmla.kv_cache.validation import LivePages, live_scales, live_slots, nan
 
 TOKENS_A_BATCH = 8192  # 18 MiB of float32 rows
 
-ZERO_SCALE = "zero_scale"
-NEGATIVE_SCALE = "negative_scale"
-NON_FINITE_SCALE = "non_finite_scale"
-FLOOR_SCALE = "floor_scale"
-NAN_VALUES = "nan_values"
+ZERO_SCALE: FindingKind = "zero_scale"
+NEGATIVE_SCALE: FindingKind = "negative_scale"
+NON_FINITE_SCALE: FindingKind = "non_finite_scale"
+FLOOR_SCALE: FindingKind = "floor_scale"
+NAN_VALUES: FindingKind = "nan_values"
 
 _E4M3_MAGNITUDE = 0x7F
 _E4M3_LARGEST = 0x7E
@@ -42,7 +42,7 @@ class Digests(NamedTuple):
 class Flaw(NamedTuple):
     """Bad slots of one page, over all layers: how many, and where the first is."""
 
-    kind: str
+    kind: FindingKind
     slots: int
     layer: int
     slot: int
@@ -78,7 +78,7 @@ def read_pages(
     flaw comes from it.
     """
     hashes = [{slots: _PageHash() for slots in wanted} for wanted in wanted_slots]
-    flaws: list[dict[str, Flaw]] = [{} for _ in wanted_slots]
+    flaws: list[dict[FindingKind, Flaw]] = [{} for _ in wanted_slots]
     medians = torch.full((live.row.numel(), len(layers)), torch.nan)
     healths = []
     for index, layer in enumerate(layers):
@@ -116,7 +116,7 @@ def _batches(pages: int, page_size: int) -> Iterator[slice]:
 # -- scales ----------------------------------------------------------------------------------------------------------
 
 
-def _bad_scales(planes: RowPlanes, pages: LivePages, sigma: Tensor, used: Tensor) -> dict[str, Tensor]:
+def _bad_scales(planes: RowPlanes, pages: LivePages, sigma: Tensor, used: Tensor) -> dict[FindingKind, Tensor]:
     """Slots of each kind of bad scale: bool `[pages, page_size]` each, from `sigma [pages, page_size, G]`."""
     written = (_magnitudes(planes.latent, pages) != 0).any(-1)
     return {
@@ -165,7 +165,7 @@ class _Tally:
         self.sigma: tuple[float, float] | None = None
 
     def add(
-        self, rows: Tensor, codes: list[Tensor], sigma: Tensor | None, used: Tensor, bad: dict[str, Tensor]
+        self, rows: Tensor, codes: list[Tensor], sigma: Tensor | None, used: Tensor, bad: dict[FindingKind, Tensor]
     ) -> None:
         slots = int(used.sum())
         self.slots += slots
@@ -204,7 +204,7 @@ class _Tally:
         )
 
 
-def _note(flaws: list[dict[str, Flaw]], first_page: int, kind: str, slots: Tensor, layer: int) -> None:
+def _note(flaws: list[dict[FindingKind, Flaw]], first_page: int, kind: FindingKind, slots: Tensor, layer: int) -> None:
     counts = slots.sum(1).tolist()
     for page in (page for page, count in enumerate(counts) if count):
         earlier = flaws[first_page + page].get(kind)

@@ -19,7 +19,7 @@ from pagedmla.kv_cache.page_contents import (
     Flaw,
     PageContents,
 )
-from pagedmla.kv_cache.table_findings import Look
+from pagedmla.kv_cache.table_findings import Inspection
 from pagedmla.kv_cache.validation import LivePages
 
 MEDIAN_SCALE_BITS = 6  # a page's median scale may be this far, in powers of two, from the request's other pages
@@ -67,13 +67,16 @@ class PagePairs:
         return wanted
 
 
-def check_contents(look: Look, live: LivePages, pairs: PagePairs, contents: PageContents, layers: list[int]) -> None:
+def check_contents(
+    inspection: Inspection, live: LivePages, pairs: PagePairs, contents: PageContents, layers: list[int]
+) -> None:
+    """Note what is wrong in live pages: each flaw once, for all of `layers`; and in the one scale of a layer."""
     for pair, flaws in enumerate(contents.flaws):
         at = pairs.entries[pair][0]
         fill = max(int(live.fill[entry]) for entry in pairs.entries[pair])
         for flaw in flaws:
-            _describe_flaw(look, live, at, flaw, fill * len(layers))
-    if look.storage != PER_TENSOR:
+            _describe_flaw(inspection, live, at, flaw, fill * len(layers))
+    if inspection.storage != PER_TENSOR:
         return
     for health in contents.layers:
         for kind, count, word in (
@@ -82,19 +85,21 @@ def check_contents(look: Look, live: LivePages, pairs: PagePairs, contents: Page
             (NON_FINITE_SCALE, health.non_finite_scales, "NaN or infinite"),
         ):
             if count:
-                look.find(kind, f"kv_scales: the one scale of layer {health.layer} is {word}", layer=health.layer)
+                inspection.note(kind, f"kv_scales: the one scale of layer {health.layer} is {word}", layer=health.layer)
 
 
-def _describe_flaw(look: Look, live: LivePages, at: int, flaw: Flaw, slots: int) -> None:
+def _describe_flaw(inspection: Inspection, live: LivePages, at: int, flaw: Flaw, slots: int) -> None:
     row, column, value_page = int(live.row[at]), int(live.column[at]), int(live.value_page[at])
-    scale_page = int(live.scale_page[at]) if look.storage == PAGED else None
+    scale_page = int(live.scale_page[at]) if inspection.storage == PAGED else None
     if flaw.kind == NAN_VALUES:
-        subject = f"kv_blocks: {look.row(row)}, column {column}: value page {value_page}"
+        subject = f"kv_blocks: {inspection.row(row)}, column {column}: value page {value_page}"
     elif scale_page is None:
-        subject = f"kv_blocks: {look.row(row)}, column {column}: value page {value_page} (scales inside it)"
+        subject = f"kv_blocks: {inspection.row(row)}, column {column}: value page {value_page} (scales inside it)"
     else:
-        subject = f"kv_scales: {look.row(row)}, column {column}: scale page {scale_page} (value page {value_page})"
-    look.find(
+        subject = (
+            f"kv_scales: {inspection.row(row)}, column {column}: scale page {scale_page} (value page {value_page})"
+        )
+    inspection.note(
         flaw.kind,
         f"{subject} has {_FLAW_WORDS[flaw.kind]} in {flaw.slots} of {slots} live slots, first in layer {flaw.layer}, "
         f"slot {flaw.slot}",
@@ -106,7 +111,9 @@ def _describe_flaw(look: Look, live: LivePages, at: int, flaw: Flaw, slots: int)
     )
 
 
-def check_scale_sizes(look: Look, live: LivePages, pairs: PagePairs, contents: PageContents, layers: list[int]) -> None:
+def check_scale_sizes(
+    inspection: Inspection, live: LivePages, pairs: PagePairs, contents: PageContents, layers: list[int]
+) -> None:
     """A page whose scales are of another size than those around it may hold another page's scales."""
     rows: dict[int, list[int]] = defaultdict(list)
     for at in pairs.pair_of:
@@ -122,12 +129,12 @@ def check_scale_sizes(look: Look, live: LivePages, pairs: PagePairs, contents: P
                 continue
             reported.add(pairs.pair_of[at])
             column, value_page = int(live.column[at]), int(live.value_page[at])
-            scale_page = int(live.scale_page[at]) if look.storage == PAGED else None
+            scale_page = int(live.scale_page[at]) if inspection.storage == PAGED else None
             pages = f"value page {value_page}" + ("" if scale_page is None else f", scale page {scale_page}")
-            look.find(
+            inspection.note(
                 "scale_size",
-                f"kv_scales: {look.row(row)}, column {column} ({pages}): in layer {layers[index]} its median scale is "
-                f"2^{float(distance[index]):+.1f} times that of the request's other pages",
+                f"kv_scales: {inspection.row(row)}, column {column} ({pages}): in layer {layers[index]} its median "
+                f"scale is 2^{float(distance[index]):+.1f} times that of the request's other pages",
                 WARNING,
                 row=row,
                 column=column,
@@ -157,7 +164,7 @@ class Earlier:
 
 
 def check_scales_left_behind(
-    look: Look, requests: Sequence[RequestPages], pairs: PagePairs, contents: PageContents, earlier: Earlier
+    inspection: Inspection, requests: Sequence[RequestPages], pairs: PagePairs, contents: PageContents, earlier: Earlier
 ) -> None:
     """Pages that have the value bytes of before, and not the scale bytes that went with them.
 
@@ -169,17 +176,17 @@ def check_scales_left_behind(
     for at, page in enumerate(entries):
         if page.scale_digest is None or pairs.pair_of[at] in reported:
             continue
-        left = _left_behind(look.names[page.row], page, contents, pairs.pair_of[at], earlier)
+        left = _left_behind(inspection.names[page.row], page, contents, pairs.pair_of[at], earlier)
         if left is None:
             continue
         reported.add(pairs.pair_of[at])
         scales = "the ones inside it are others"
         if page.scale_page is not None:
             scales = f"those were in scale page {left.scale_page}, and scale page {page.scale_page} holds others"
-        look.find(
+        inspection.note(
             "scales_left_behind",
-            f"kv_scales: {look.row(page.row)}, column {page.column}: value page {page.value_page} holds the bytes that "
-            f"value page {left.value_page} held in the earlier report, without their scales: {scales}",
+            f"kv_scales: {inspection.row(page.row)}, column {page.column}: value page {page.value_page} holds the "
+            f"bytes that value page {left.value_page} held in the earlier report, without their scales: {scales}",
             row=page.row,
             column=page.column,
             value_page=page.value_page,

@@ -27,7 +27,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import INDEX_DTYPES, ceildiv, describe, dtype_name, expect_int, refuse
+from pagedmla.kv_cache.checks import (
+    INDEX_DTYPES,
+    IndexRefusal,
+    ceildiv,
+    describe,
+    dtype_name,
+    expect_int,
+    quoted,
+    refuse,
+)
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, per_tensor_scale
 from pagedmla.kv_cache.paged_tensor import PACKED_PAGE_STRIDE, raw_view
 from pagedmla.kv_cache.quantise import check_sigma
@@ -113,7 +122,7 @@ class PagePool:
                      each id space is never handed out)
     shuffle_seed     None: lowest fresh id first, then the page freed last; else a random order, the same for a seed
     sigma            [1] or [num_layers]: one scale a tensor or a layer (`fp8_flat`) instead of pages of scales
-    scale_dtype      of the scale pool; table_dtype: uint32 or int32
+    scale_dtype      of the scale pool (None: float32); table_dtype: uint32 or int32
 
     `blocks` and `scales` are the tensors (`scales` None where the layout has none). Fresh memory is zero. Raises
     ValueError for a geometry that can't be.
@@ -130,7 +139,7 @@ class PagePool:
         sentinel: str = ONE_PAST_END,
         shuffle_seed: int | None = None,
         sigma: Tensor | None = None,
-        scale_dtype: torch.dtype = torch.float32,
+        scale_dtype: torch.dtype | None = None,
         table_dtype: torch.dtype = torch.uint32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -151,9 +160,12 @@ class PagePool:
         ):
             if expect_int(size, name) < least:
                 refuse(name, f"at least {least}", size)
-        if num_scale_pages is not None and (self.layout.scales_per_token == 0 or sigma is not None):
+        if self.layout.scales_per_token == 0 or sigma is not None:
             why = "sigma is one scale for all pages" if sigma is not None else f"layout {self.layout} has no scale pool"
-            refuse("num_scale_pages", f"None, since {why}", num_scale_pages)
+            for name, given in (("num_scale_pages", num_scale_pages), ("scale_dtype", scale_dtype)):
+                if given is not None:
+                    refuse(name, f"None, since {why}", quoted(given))
+        scale_dtype = torch.float32 if scale_dtype is None else scale_dtype
         if sigma is not None and self.layout.scales_per_token != 1:
             refuse("sigma", f"None, since layout {self.layout} doesn't have one scale a row", sigma)
 
@@ -213,7 +225,7 @@ class PagePool:
 
     def append(self, request: RequestId, tokens: int) -> None:
         """Room for `tokens` more, counted as in the cache at once. Raises OutOfPagesError, with nothing changed."""
-        self._reserve([request], [tokens])
+        self._reserve([request], [tokens], "tokens")
         self.advance([request], [tokens])
 
     def free(self, request: RequestId) -> None:
@@ -254,7 +266,7 @@ class PagePool:
         cache_lengths are the tokens before the step. Rows follow `requests`; table columns past a row's last page hold
         the sentinel. Raises OutOfPagesError, with nothing changed.
         """
-        held = self._reserve(requests, query_lens)
+        held = self._reserve(requests, query_lens, "query_lens")
         kv_lens = [row.tokens + query_len for row, query_len in zip(held, query_lens)]
         tables = self._tables(held, [ceildiv(kv_len, self.page_size) for kv_len in kv_lens])
         device = self.blocks.device
@@ -315,7 +327,7 @@ class PagePool:
             ids = torch.tensor([(source[which], target[which]) for source, target in pairs])
             outside = (ids < 0) | (ids >= pool.shape[0])
             if bool(outside.any()):
-                raise IndexError(f"{name}: page id {int(ids[outside][0])} is out of range for {pool.shape[0]} pages")
+                raise IndexRefusal(f"{name}: page id {int(ids[outside][0])} is out of range for {pool.shape[0]} pages")
         for pool, which in ((self.blocks, 0), (self._paged_scales, 1)):
             if pool is None:
                 continue
@@ -342,6 +354,8 @@ class PagePool:
             refuse("swapped", "a SwappedRequest", describe(swapped), error=TypeError)
         if swapped.layout != self.layout:
             refuse("swapped", f"a request of layout {self.layout}", f"one of {swapped.layout}")
+        if expect_int(swapped.tokens, "swapped.tokens") < 0:
+            refuse("swapped.tokens", "at least 0", swapped.tokens)
         count = ceildiv(swapped.tokens, self.page_size)
         for name, copy, pool in (
             ("swapped.values", swapped.values, self.blocks),
@@ -354,7 +368,7 @@ class PagePool:
                 refuse(name, f"{expected}, as in this pool", describe(copy))
         self.allocate(request)
         try:
-            self._reserve([request], [swapped.tokens])
+            self._reserve([request], [swapped.tokens], "swapped.tokens")
         except OutOfPagesError:
             del self._requests[request]
             raise
@@ -407,12 +421,12 @@ class PagePool:
                 refuse(counts_name, f"at least 0 for request {request!r}", count)
         return held
 
-    def _reserve(self, requests: Sequence[RequestId], counts: Sequence[int]) -> list[_Request]:
+    def _reserve(self, requests: Sequence[RequestId], counts: Sequence[int], counts_name: str) -> list[_Request]:
         """Pages for `counts[i]` more tokens of each request, of its own where they will be written. All or nothing.
 
         Returns the requests, in order.
         """
-        step = self._check_step(requests, counts, "query_lens")
+        step = self._check_step(requests, counts, counts_name)
         lost: Counter[Page] = Counter()  # references to shared last pages, whose sharers are about to get their own
         work: list[tuple[_Request, Page | None, int]] = []  # (request, shared page to copy, pages to add)
         for held, count in zip(step, counts):

@@ -27,6 +27,13 @@ def raw_view(tensor: Tensor) -> Tensor:
     return tensor.view(_RAW_DTYPES[tensor.element_size()])
 
 
+def is_repeated(pool: Tensor, page_stride: int) -> bool:
+    """Whether every page and slot of a pool holds the same one number."""
+    pages, slots = (pool.shape[0], page_stride), (pool.shape[3], pool.stride(3))
+    longer = [stride for size, stride in (pages, slots) if size > 1] or [pages[1], slots[1]]
+    return pool.shape[5] == 1 and not any(longer)
+
+
 @dataclass(frozen=True, eq=False)
 class PagedTensor:
     """A pool `[num_pages, kv_dim, num_layers, page_size, num_heads, width]` and the distance of its pages.
@@ -90,9 +97,7 @@ class PagedTensor:
     @property
     def repeated(self) -> bool:
         """Whether every page and slot holds the same one number."""
-        pages, slots = (self.num_pages, self.page_stride), (self.page_size, self.tensor.stride(3))
-        longer = [stride for size, stride in (pages, slots) if size > 1] or [pages[1], slots[1]]
-        return self.tensor.shape[5] == 1 and not any(longer)
+        return is_repeated(self.tensor, self.page_stride)
 
     @property
     def num_pages(self) -> int:
@@ -101,6 +106,14 @@ class PagedTensor:
     @property
     def page_size(self) -> int:
         return self.tensor.shape[3]
+
+    def outside(self, ids: Tensor) -> Tensor:
+        """Which of these page ids the pool doesn't have: bool of their shape."""
+        return (ids < 0) | (ids >= self.num_pages)
+
+    def names_outside(self, table_name: str, place: str, page: int) -> str:
+        """The sentence that says so of one of them."""
+        return f"{table_name}: {place} holds page id {page}; {self.name} has {self.num_pages} pages"
 
     def layer(self, kv: int, layer: int) -> Tensor:
         """One layer as a view `[num_pages, page_size, num_heads, width]` that shares the memory."""

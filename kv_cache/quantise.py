@@ -99,7 +99,7 @@ def quantise_group(x: Tensor, sigma: Tensor) -> Tensor:
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in a pool's dtype: clamped at the format's largest number; NaN stays NaN, as the format's quiet one.
 
-    int8 rounds to nearest, ties to even, and takes NaN as 0.
+    x of that dtype already comes back as it is, infinity too. int8 rounds to nearest, ties to even, and takes NaN as 0.
     """
     if x.dtype == dtype:
         return x

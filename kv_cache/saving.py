@@ -7,7 +7,10 @@ dtypes that share memory, as values and scales in one slab do. A view into an ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import io
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
@@ -68,7 +71,7 @@ def save_cache(
         "request_names": None if request_names is None else [str(name) for name in request_names],
         "storages": storages.bytes,
     }
-    with replacing(path) as file:
+    with replacing(path) as file, _checksums():
         try:
             torch.save(data, file)
         except RuntimeError as error:
@@ -80,12 +83,16 @@ def save_cache(
 def load_cache(path: str | PathLike[str]) -> SavedCache:
     """Read what `save_cache` wrote, onto the CPU. Raises ValueError for any other file, FileNotFoundError for none."""
     path = Path(path)
+    source = io.BytesIO(path.read_bytes()) if path.is_fifo() else path  # a pipe can't be read twice
     try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        damaged = _damaged_part(source)
+        data = torch.load(source, map_location="cpu", weights_only=True) if damaged is None else None
     except OSError:
         raise
     except Exception as error:  # the unpickler fails in as many ways as a file can be broken
         _not_ours(path, f"a file that torch can't load ({type(error).__name__})")
+    if damaged is not None:
+        _not_ours(path, f"a damaged one (its part {damaged!r} isn't what was written)")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         _not_ours(path, "another file of torch.save")
     version = data.get("version")
@@ -95,6 +102,28 @@ def load_cache(path: str | PathLike[str]) -> SavedCache:
         return _restore(data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
         _not_ours(path, f"a damaged one ({type(error).__name__}: {error})")
+
+
+@contextlib.contextmanager
+def _checksums() -> Iterator[None]:
+    """The archive's own, which a program may have switched off for its checkpoints."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _damaged_part(source: Path | io.BytesIO) -> str | None:
+    """The first part of an archive whose checksum is off: torch reads flipped bytes as they are."""
+    if not zipfile.is_zipfile(source):
+        return None  # torch says what else it is
+    with zipfile.ZipFile(source) as archive:
+        damaged = archive.testzip()
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    return damaged
 
 
 def _restore(data: dict[str, Any]) -> SavedCache:

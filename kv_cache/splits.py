@@ -38,7 +38,8 @@ def split_bounds(kv_len: int, partition: int, num_partitions: int, tile: int) ->
 def choose_span(
     row_tiles: Sequence[int], key_tiles: Sequence[int], *, places: int, slots: int, most_pieces: int, smallest: int = 1
 ) -> int:
-    """Tiles of keys of a piece at most, where request b has row_tiles[b] tiles of rows over key_tiles[b] of keys each.
+    """The most tiles of keys that a piece may have. Request b has row_tiles[b] tiles of rows, each over key_tiles[b]
+    tiles of keys.
 
     Each tile of rows is cut into ceildiv(key_tiles[b], span) pieces, of which `places` run at once. Of the spans from
     an even share to the longest request (nothing is cut) it is the one that is expected to end first: pieces that all

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import counted
+from pagedmla.kv_cache.checks import IndexRefusal, Refusal, counted
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import CacheLayout, RowPlanes
 from pagedmla.kv_cache.paged_tensor import PagedTensor, raw_view
@@ -38,7 +38,7 @@ def check_table_width(cache: PagedKVCacheCollection, kv_lens: Tensor) -> None:
         needed = -(-kv_lens // cache.page_size)
         if needed.numel() and int(needed.max()) > table.shape[1]:
             row = int(needed.argmax())
-            raise ValueError(
+            raise Refusal(
                 f"{name}: expected at least {counted(int(needed[row]), 'column')} for row {row}, which has "
                 f"{counted(int(kv_lens[row]), 'token')} in pages of {cache.page_size}; got {table.shape[1]}."
             )
@@ -52,7 +52,7 @@ def check_lengths(cache: PagedKVCacheCollection, query_lens: Tensor) -> None:
     if bool(bad.any()):
         row = int(bad.to(torch.uint8).argmax())
         expected = f"at least 0, or {int(least[row])} for padding"
-        raise ValueError(f"cache_lengths: expected {expected}; got {int(lengths[row])} in row {row}.")
+        raise Refusal(f"cache_lengths: expected {expected}; got {int(lengths[row])} in row {row}.")
 
 
 def check_one_scale(cache: PagedKVCacheCollection, layer: int) -> None:
@@ -75,10 +75,6 @@ def live_pages(cache: PagedKVCacheCollection, kv_lens: Tensor) -> LivePages:
     )
 
 
-def out_of_pool(pages: Tensor, pool: PagedTensor) -> Tensor:
-    return (pages < 0) | (pages >= pool.num_pages)
-
-
 def check_ids(cache: PagedKVCacheCollection, live: LivePages) -> None:
     """IndexError that names row, column, id and bound where an entry in use lies outside its pool."""
     _check_ids(live, live.value_page, cache.value_pool, "lookup_table")
@@ -87,13 +83,11 @@ def check_ids(cache: PagedKVCacheCollection, live: LivePages) -> None:
 
 
 def _check_ids(live: LivePages, pages: Tensor, pool: PagedTensor, table_name: str) -> None:
-    outside = out_of_pool(pages, pool)
+    outside = pool.outside(pages)
     if bool(outside.any()):
         at = int(outside.to(torch.uint8).argmax())
-        raise IndexError(
-            f"{table_name}: row {int(live.row[at])}, column {int(live.column[at])} holds page id {int(pages[at])}; "
-            f"{pool.name} has {pool.num_pages} pages"
-        )
+        place = f"row {int(live.row[at])}, column {int(live.column[at])}"
+        raise IndexRefusal(pool.names_outside(table_name, place, int(pages[at])))
 
 
 def live_slots(live: LivePages, page_size: int) -> Tensor:
@@ -130,15 +124,17 @@ def check_live_values(cache: PagedKVCacheCollection, layout: CacheLayout, layer:
         bad = used & ~(sigma.isfinite() & (sigma > 0)).all(-1)
         if bool(bad.any()):
             at, slot = (int(i) for i in torch.nonzero(bad)[0])
-            page = live.value_page if planes.scales_in_value_pages else live.scale_page
-            raise ValueError(
-                f"kv_scales: expected finite scales > 0; got {sigma[at, slot].tolist()} at row {int(live.row[at])}, "
-                f"column {int(live.column[at])}, slot {slot} of scale page {int(page[at])}, layer {layer}."
+            name, kind, page = "kv_scales", "scale", live.scale_page
+            if planes.scales_in_value_pages:
+                name, kind, page = "kv_blocks", "value", live.value_page
+            raise Refusal(
+                f"{name}: expected finite scales > 0; got {sigma[at, slot].tolist()} at row {int(live.row[at])}, "
+                f"column {int(live.column[at])}, slot {slot} of {kind} page {int(page[at])}, layer {layer}."
             )
     bad = used & nan_rows(planes, live)
     if bool(bad.any()):
         at, slot = (int(i) for i in torch.nonzero(bad)[0])
-        raise ValueError(
+        raise Refusal(
             f"kv_blocks: expected no NaN in live slots; got one at row {int(live.row[at])}, column "
             f"{int(live.column[at])}, slot {slot} of value page {int(live.value_page[at])}, layer {layer}."
         )

@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import describe, expect_tensor, host_int, refuse
+from pagedmla.kv_cache.checks import IndexRefusal, describe, expect_tensor, host_int, refuse
 from pagedmla.kv_cache.collection import (
     PagedKVCacheCollection,
     bind_collection,
@@ -40,6 +40,11 @@ class FlattenOrder(enum.Enum):
     DECLARATION = "declaration"  # graph inputs: every field as declared
     OPERAND = "operand"  # a kernel's operands: page strides ahead, no dispatch metadata
     ITERATION = "iteration"  # `for leaf in values`: the oldest form, no strides and no scale table
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields of `KVCacheInputsPerDevice` that it has, in its order."""
+        return _ORDERS[self]
 
 
 _DECLARATION = (
@@ -80,7 +85,10 @@ _ORDERS = {
         "kv_scales",
     ),
 }
-_OPTIONAL = _DECLARATION[6:]
+
+
+def _told(value: object) -> str:
+    return f"{describe(value)} {value.device}" if isinstance(value, Tensor) else repr(value)
 
 
 class FlattenSpec(NamedTuple):
@@ -98,7 +106,7 @@ class Dispatch(NamedTuple):
     num_partitions: int | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KVCacheInputsPerDevice:
     """The paged cache of one device for one step.
 
@@ -111,7 +119,8 @@ class KVCacheInputsPerDevice:
     kv_scales            [num_scale_pages, kv_dim, num_layers, page_size, num_heads, G] device; written in place
     scales_page_stride   [1] int64, host: the same for kv_scales
     scales_lookup_table  [batch, max_pages] uint32 or int32, device: page ids of the scales; None = lookup_table
-    attention_dispatch_metadata        [3] int64: batch, largest query length, partitions (upper bounds)
+    attention_dispatch_metadata        [3] int64, host or device: batch, largest query length, partitions (upper
+                                       bounds); only one on the host is checked
     draft_attention_dispatch_metadata  the same at the draft's query length (speculative decoding)
     mla_num_partitions                 [1] int64, host: the third of attention_dispatch_metadata
     draft_mla_num_partitions           the same for the draft
@@ -119,7 +128,7 @@ class KVCacheInputsPerDevice:
     mixed_step_split     [2] int32, host: how many requests, and how many of their query tokens, stand first in the step
                          and are decode rows. Our reading of a name that MAX leaves undocumented.
 
-    The four lengths and strides may be plain ints too. Equal to itself alone, as tensors' memory is: compare fields.
+    max_prompt_length, max_cache_length and both page strides may be ints. `==` is identity: compare fields.
     """
 
     kv_blocks: Any
@@ -139,6 +148,12 @@ class KVCacheInputsPerDevice:
     mixed_step_split: Any = None
 
     MUTATED: ClassVar[tuple[str, ...]] = ("kv_blocks", "kv_scales")
+
+    def __repr__(self) -> str:
+        """Tensors by shape, dtype and device: a cache's numbers would fill every traceback."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        told = [f"{name}={_told(value)}" for name, value in given.items() if value is not None]
+        return f"{type(self).__name__}({', '.join(told)})"
 
     def collection(self, quantization_granularity: int | None = None) -> PagedKVCacheCollection:
         """The addressable cache; checks shapes, dtypes, devices and strides, and reads no device value.
@@ -181,8 +196,8 @@ class KVCacheInputsPerDevice:
     def dispatch(self, max_query_length: int) -> Dispatch:
         """What the metadata asks for in a step whose largest query length is `max_query_length`.
 
-        Metadata on the host is checked against its host copy. The draft's serves where the step has the draft's query
-        length and not the target's; on a device that can't be read without a sync: say `for_draft()`.
+        Metadata on the host is checked against its host copy. Draft metadata on the host serves a step of exactly the
+        draft's query length. On a device it can't be read without a sync: call `for_draft()`.
         """
         target = self._dispatch("attention_dispatch_metadata", "mla_num_partitions")
         draft = self._dispatch("draft_attention_dispatch_metadata", "draft_mla_num_partitions")
@@ -211,7 +226,7 @@ class KVCacheInputsPerDevice:
 
     def flatten(self, order: FlattenOrder = FlattenOrder.DECLARATION) -> tuple[list[Any], FlattenSpec]:
         """The leaves in one of MAX's orders, and what `unflatten` needs to undo it."""
-        present = tuple(name for name in _ORDERS[order] if getattr(self, name) is not None)
+        present = tuple(name for name in order.fields if getattr(self, name) is not None)
         return [getattr(self, name) for name in present], FlattenSpec(order, present, self.split_head_dims)
 
     @classmethod
@@ -232,7 +247,7 @@ class KVCacheInputsPerDevice:
         return iter(self.flatten(FlattenOrder.ITERATION)[0])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PagedCacheValues(KVCacheInputsPerDevice):
     """The caches of several devices as one object: a field holds one tensor a device, in a tuple.
 
@@ -255,7 +270,7 @@ class PagedCacheValues(KVCacheInputsPerDevice):
         if len(devices) != len(caches):
             refuse("mapping", f"{len(caches)} devices, one for each cache", f"{len(devices)}: {devices}")
         for index, (cache, device) in enumerate(zip(caches, devices)):
-            for name in _OPTIONAL:
+            for name in _DECLARATION:
                 if (getattr(cache, name) is None) != (getattr(caches[0], name) is None):
                     has = "set" if getattr(cache, name) is not None else "None"
                     other = "set" if getattr(caches[0], name) is not None else "None"
@@ -278,7 +293,7 @@ class PagedCacheValues(KVCacheInputsPerDevice):
     def per_device(self, index: int) -> KVCacheInputsPerDevice:
         """One device's cache."""
         if not 0 <= index < self.n_devices:
-            raise IndexError(f"per_device: {index} is out of range for {self.n_devices} devices")
+            raise IndexRefusal(f"per_device: {index} is out of range for {self.n_devices} devices")
         picked = {}
         for name in _DECLARATION:
             value = getattr(self, name)

@@ -4,23 +4,29 @@ The names are those of `pagedmla.public`. They load, and torch with them, when t
 `pagedmla --help` nor an engine that looks for plugins waits for that.
 """
 
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING
+import os as _os
+from importlib import import_module as _import_module
+
+# What type checkers take for true, without `typing`; and no pathlib: the command waits for this module before it can
+# answer Ctrl-C.
+TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
 # In a clone the subpackages are the folders beside this one; in a wheel they lie inside it.
-if not (Path(__file__).parent / "kv_cache").is_dir():
-    __path__.append(str(Path(__file__).parent.parent))
+_here = _os.path.dirname(_os.path.abspath(__file__))
+if not _os.path.isdir(_os.path.join(_here, "kv_cache")):
+    __path__.append(_os.path.dirname(_here))
 
 if TYPE_CHECKING:
     from pagedmla.public import *  # noqa: F403
+    from pagedmla.public import __all__ as __all__
 else:
+    del TYPE_CHECKING
 
     def __getattr__(name: str) -> object:
         if name == "__all__" or not name.startswith("__"):
-            public = import_module("pagedmla.public")  # with the subpackages, which are attributes from then on
+            public = _import_module("pagedmla.public")  # with the subpackages, which are attributes from then on
             if name == "__all__" or name in public.__all__:
                 globals()[name] = getattr(public, name)
             if name in globals():
@@ -28,4 +34,4 @@ else:
         raise AttributeError(f"module 'pagedmla' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *import_module("pagedmla.public").__all__})
+        return sorted({*globals(), *_import_module("pagedmla.public").__all__})

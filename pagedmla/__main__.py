@@ -1,9 +1,15 @@
-"""The command `pagedmla`, and `python -m pagedmla`: Ctrl-C is one line and exit code 130 from its first moment on."""
+"""The command `pagedmla`, and `python -m pagedmla`: Ctrl-C is one line and exit code 130 from when `main` begins.
+
+Until then, some milliseconds, it is Python's own: little is imported here and in pagedmla/__init__.py.
+"""
 
 import os
 import signal
 import sys
-from types import FrameType
+
+TYPE_CHECKING = False  # as type checkers read it, without `typing`
+if TYPE_CHECKING:
+    from types import FrameType
 
 _SENTENCE = "pagedmla: interrupted"
 _CODE = 130  # as shells have it: 128, and the number of the signal
@@ -25,7 +31,7 @@ def main() -> None:
         raise
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _leave(number: int, frame: "FrameType | None") -> None:
     """Until a command begins: nothing is open yet, and torch, being imported, would swallow a KeyboardInterrupt."""
     os.write(2, f"{_SENTENCE}\n".encode())
     os._exit(_CODE)

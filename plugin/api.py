@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagedmla.kv_cache.checks import (
     DroppedStoreWarning,
+    IndexRefusal,
     checks_enabled,
     describe,
     dtype_name,
@@ -25,7 +26,7 @@ from pagedmla.kv_cache.checks import (
 )
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.splits import useful_partitions
-from pagedmla.kv_cache.tables import int32_view, int64_lengths
+from pagedmla.kv_cache.tables import int64_lengths
 from pagedmla.kv_cache.validation import check_one_scale
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
 from pagedmla.plugin.executors import AUTO, AttendOptions, Configuration, choose, chosen_precision
@@ -39,6 +40,7 @@ from pagedmla.plugin.step import (
     check_starts,
     decode_requests_of,
     expect_scale,
+    int32_starts,
 )
 from pagedmla.reference.store import PADDING
 
@@ -61,6 +63,8 @@ def attend(
 
     q                `[T, H, latent + rope]` bf16, fp16, fp32 or fp64, W_UK folded in
     values           this step's cache, its tokens already stored; see `KVCacheInputsPerDevice`
+    layer            index into the pool's layers (dimension 2); IndexError outside it
+    sm_scale         factor of q . k before the softmax, finite: (nope + rope)**-0.5 of the heads before absorption
     query_start_loc  `[B + 1]` int32, uint32 or int64: request b owns tokens query_start_loc[b] ..
                      query_start_loc[b + 1] - 1; None: one token each. Rows of q behind its last entry are padding:
                      out 0, lse -inf
@@ -93,11 +97,10 @@ def attend(
         page_size, heads, precision = step.cache.page_size, int(q.shape[1]), chosen_precision()
         wanted = Configuration("attend", q.device, step.layout, heads, page_size, q.dtype, precision)
         choice = choose(wanted, executor)
-        asked = step.values.dispatch(step.max_query_length()).num_partitions or 1
+        asked = step.values.dispatch(step.max_query_length).num_partitions or 1
         partitions = useful_partitions(asked, step.cache.max_cache_length, page_size)
-        options = AttendOptions(
-            sm_scale, causal, partitions, step.decode_requests(), None, precision, asked_for=choice.asked_for
-        )
+        step.decode_requests()  # refuses a split that isn't the step's
+        options = AttendOptions(sm_scale, causal, partitions, None, precision, asked_for=choice.asked_for)
     else:
         choice = plan.attend_choice
         if executor not in (AUTO, choice.executor.name):
@@ -128,10 +131,13 @@ def store(
     """Quantise this step's tokens and write rows and scales into the cache, in place.
 
     latent, rope         `[T, latent]` after RMS norm and `[T, rope]` after rotary, any float dtype
+    values, layer        the cache that is written, and as in `attend`
     query_start_loc      as in `attend`: token i of request b goes to position cache_lengths[b] + i through the tables
     slot_mapping         `[T]` int64 instead of the tables, as engines give it: page id * page_size + slot, -1 pads
     scales_slot_mapping  the same for the scale pool; absent, slot_mapping serves both pools
-    power_of_two         round measured scales up to powers of two
+    layout, executor     as in `attend`
+    power_of_two         round measured scales up to powers of two; no effect in unquantised layouts
+    check                as in `attend`: ids and lengths, before anything is written
 
     A token whose slot lies outside either pool is dropped whole, with a DroppedStoreWarning on the CPU; with `check`
     (or PAGEDMLA_CHECK=1) it raises IndexError before anything is written. A per-tensor scale is read, never written;
@@ -160,12 +166,13 @@ def store(
     dtype = torch.promote_types(latent.dtype, rope.dtype)
     wanted = Configuration("store", latent.device, step.layout, None, step.cache.page_size, dtype)
     chosen = choose(wanted, executor).executor
-    scale_slots = slot_mapping if scales_slot_mapping is None else scales_slot_mapping
-    if slot_mapping is None or scale_slots is None:
+    scale_slots = scales_slot_mapping
+    if slot_mapping is None:
         step.decode_requests()  # refuses a split that isn't the step's
         step.check_writes(check)
         dropped = chosen.store(step, latent, rope, power_of_two=power_of_two)
     else:
+        scale_slots = slot_mapping if scale_slots is None else scale_slots
         decode_requests_of(step.values, step.batch, None)
         if checks_enabled(check):
             _check_slots(step, slot_mapping, scale_slots)
@@ -191,7 +198,9 @@ def prefill(
     q, k, v          `[T, H, D]`, `[K, Hk, D]`, `[K, Hk, Dv]` of one dtype; Hk divides H (DeepSeek-V3: D 192, Dv 128)
     query_start_loc  `[B + 1]` int32, uint32 or int64; rows of q behind its last entry give out 0, lse -inf
     key_start_loc    `[B + 1]`, the same: request b owns keys key_start_loc[b] ..; None: one key a query token
+    sm_scale         factor of q . k before the softmax, finite: D**-0.5 as a rule
     causal           a request's last query sees all of its keys, each one before it one fewer; else all see all
+    executor, out    as in `attend`: "auto" or a name; `[T, H, Dv]` in q's dtype, written in place
 
     A prompt with a cached context: its own tokens causally, chunks of the context (`decompress`, projected up) not
     causally, and `merge_states`. Raises ValueError and TypeError that name the tensor, before anything runs.
@@ -206,19 +215,17 @@ def prefill(
     v = _without_grad(expect_tensor(v, "v", [*k.shape[:2], None], (q.dtype,), hint))
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         refuse("k", f"a number of heads that divides q's {q.shape[1]}", k)
-    starts = {"query_start_loc": query_start_loc}
+    expect_tensor(query_start_loc, "query_start_loc", [None], START_DTYPES)
+    check_starts(query_start_loc, "query_start_loc", int(q.shape[0]), "q")
     if key_start_loc is not None:
-        starts["key_start_loc"] = key_start_loc
-    requests = expect_tensor(query_start_loc, "query_start_loc", [None], START_DTYPES).shape[0]
-    for name, (tensor, tokens) in zip(starts, ((q, "q"), (k, "k"))):
-        expect_tensor(starts[name], name, [requests], START_DTYPES)
-        check_starts(starts[name], name, int(tensor.shape[0]), tokens)
-    expect_same_device(q, "q", k=k, v=v, **starts)
+        expect_tensor(key_start_loc, "key_start_loc", [query_start_loc.shape[0]], START_DTYPES)
+        check_starts(key_start_loc, "key_start_loc", int(k.shape[0]), "k")
+    expect_same_device(q, "q", k=k, v=v, query_start_loc=query_start_loc, key_start_loc=key_start_loc)
     expect_memory(q, "q")
     if key_start_loc is None:
         check_starts(query_start_loc, "query_start_loc", int(k.shape[0]), "k")
-    queries = _int32(query_start_loc)
-    keys = queries if key_start_loc is None else _int32(key_start_loc)
+    queries = int32_starts(query_start_loc)
+    keys = queries if key_start_loc is None else int32_starts(key_start_loc)
     if out is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
     else:
@@ -243,10 +250,12 @@ def decompress(
 ) -> Tensor:
     """Cached tokens of every request, dequantised, one request after the other: `[K, latent + rope]`.
 
+    values, layer  the cache that is read, and as in `attend`
     starts         `[B]` int32, uint32 or int64: the first token that request b wants
     key_start_loc  `[B + 1]`, the same: its tokens become rows key_start_loc[b] .. key_start_loc[b + 1] - 1
     out            `[K, latent + rope]` bf16, fp16 or fp32, at least key_start_loc[-1] rows; rows behind them keep their
                    bytes. None, on the CPU alone: a new float32 tensor of just the size
+    layout, executor, check  as in `attend`
 
     The tokens must be in the cache: starts[b] + its number at most cache_lengths[b]. Raises as `attend` does.
     """
@@ -269,7 +278,7 @@ def decompress(
     if out is None:
         out = torch.empty(int(key_start_loc[-1]), step.layout.width, device=lengths.device)
     chosen = choose(Configuration("decompress", out.device, step.layout, dtype=out.dtype), executor).executor
-    chosen.decompress(step, _int32(starts), _int32(key_start_loc), out)
+    chosen.decompress(step, int32_starts(starts), int32_starts(key_start_loc), out)
     return out
 
 
@@ -320,11 +329,6 @@ def _without_grad(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _int32(starts: Tensor) -> Tensor:
-    """Checked starts as executors take them."""
-    return int32_view(starts).to(torch.int32)
-
-
 def _no_requests(values: KVCacheInputsPerDevice) -> Tensor:
     """Query starts of a step whose tokens find their place by slot mapping: every request empty."""
     lengths = expect_tensor(single_device(values).cache_lengths, "cache_lengths", [None], ())
@@ -355,7 +359,7 @@ def _check_slots(step: Step, slots: Tensor, scale_slots: Tensor) -> None:
         outside = stored & ((mapping < 0) | (mapping >= bound))
         if bool(outside.any()):
             t = int(outside.to(torch.uint8).argmax())
-            raise IndexError(
+            raise IndexRefusal(
                 f"{name}: token {t} has slot {int(mapping[t])}; {pool.name} has {pool.num_pages} pages of "
                 f"{pool.page_size} ({bound} slots)"
             )

@@ -1,4 +1,4 @@
-"""What a step and a layer bring is bound and checked once each; a call of a layer then only puts the two together.
+"""Binds a step once and a layer once; a call then only combines the two.
 
     BoundLayer   a layer's cache, as long as the engine keeps the tensor
     BoundRows    rows of a step, bound by the first layer that attends them
@@ -30,17 +30,18 @@ class Stores:
     """The last store's launches, for all layers of a kind: those of a step bring the same number of tokens."""
 
     def __init__(self) -> None:
-        self._key: object = None
-        self._repeat: Repeat | None = None
+        # One attribute, written once: two micro-batches, each in a thread of its own, share it.
+        self._recorded: tuple[object, Repeat] | None = None
 
     def __call__(self, layer: BoundLayer, latent: Tensor, rope: Tensor, slots: Tensor) -> None:
         tokens = {"latent": latent, "rope": rope, "slots": slots}
-        tensors, key = {**tokens, **layer.tensors}, (geometry(tokens), layer.geometry)
-        if self._repeat is None or self._key != key:
+        tensors, key = {**tokens, **layer.tensors}, (geometry(tokens), layer.kind)
+        recorded = self._recorded
+        if recorded is None or recorded[0] != key:
             store, step = layer.plan.store_choice.executor.store_slots, layer.empty_step
-            self._repeat = Repeat(lambda: store(step, latent, rope, slots, slots, power_of_two=False), tensors)
-            self._key = key
-        self._repeat(tensors)
+            repeat = Repeat(lambda: store(step, latent, rope, slots, slots, power_of_two=False), tensors)
+            self._recorded = recorded = key, repeat
+        recorded[1](tensors)
 
 
 class BoundLayer:
@@ -61,12 +62,13 @@ class BoundLayer:
         return pool_tensors(self.empty_step.planes)
 
     @cached_property
-    def geometry(self) -> object:
-        return geometry(self.tensors)
+    def kind(self) -> tuple[object, ...]:
+        """What of the layer decides checks and launches, so that layers with the same may share them."""
+        return self.pools.layout, geometry({"blocks": self.pools.blocks, "scales": self.pools.scales})
 
     def store(self, latent: Tensor, rope: Tensor, slots: Tensor) -> None:
         """`latent [T, L]` and `rope [T, R]` to `slots [T]` int64, -1 pads."""
-        choice = self.plan.store_choice.executor
+        executor = self.plan.store_choice.executor
         if checks_enabled():
             pagedmla.store(
                 latent,
@@ -75,13 +77,13 @@ class BoundLayer:
                 0,
                 slot_mapping=slots,
                 layout=self.pools.layout,
-                executor=choice.name,
+                executor=executor.name,
             )
             return
-        if choice.only_launches:
+        if executor.only_launches:
             self._stores(self, latent, rope, slots)
         else:
-            choice.store_slots(self.empty_step, latent, rope, slots, slots, power_of_two=False)
+            executor.store_slots(self.empty_step, latent, rope, slots, slots, power_of_two=False)
         if slots.device.type == "cpu":
             self._warn_of_dropped(slots)
 
@@ -99,18 +101,16 @@ class BoundLayer:
 class BoundRows:
     """Consecutive requests of a step, for every layer that attends them.
 
-    What depends on the step alone (tables, lengths, starts, the split of long rows) is checked against the pools of
-    the first layer, and again only where a layer's pools or queries have another shape.
+    What depends on the step alone (tables, lengths, starts, the split of long rows) is checked with the first layer,
+    and again only where a layer is of another kind or its queries have another shape, dtype or device.
     """
 
     def __init__(self, rows: Rows, plan: Plan) -> None:
         self.rows, self.plan = rows, plan
-        self._first: Step | None = None
-        self._options: AttendOptions | None = None
-        self._repeat: Repeat | None = None
-        self._key: object = None
-        self._schedule: Schedule | None = None
-        self._scheduled_for: object = None  # shape and dtype of the queries
+        # What was last made, behind what it was made for.
+        self._bound: tuple[object, Step, AttendOptions] | None = None
+        self._scheduled: tuple[object, Schedule | None] | None = None
+        self._recorded: tuple[object, Repeat] | None = None
         self._passed: set[BoundLayer] = set()  # layers that attended in this pass
 
     def attend(self, q: Tensor, layer: BoundLayer) -> tuple[Tensor, Tensor]:
@@ -133,35 +133,40 @@ class BoundRows:
             step, options = self._bind(q, layer)
             executor.attend(step, q, out, lse, options)
             return out, lse
-        key = (q.shape, q.stride(), q.dtype, layer.geometry)
-        known = self._repeat is not None and self._key == key
+        queries = (q.shape, q.dtype, q.device)
+        key = (queries, q.stride(), layer.kind)  # holds what `_bind` goes by: a repeated call was bound for the same
+        known, scheduled = self._recorded, self._scheduled
+        if known is not None and known[0] != key:
+            known = None
         if layer in self._passed:
             self._passed.clear()
         # Each pass makes its schedule anew, so that one captured after a warm-up holds it; so do other queries.
-        stale = not self._passed or self._scheduled_for != (q.shape, q.dtype)
-        if not known or stale:
+        if not self._passed or (scheduled is not None and scheduled[0] != queries):
+            scheduled = None
+        if known is None or scheduled is None:
             step, options = self._bind(q, layer)
-        if stale:
-            self._schedule, self._scheduled_for = executor.schedule(step, q, options), (q.shape, q.dtype)
+        if scheduled is None:
+            self._scheduled = scheduled = queries, executor.schedule(step, q, options)
         self._passed.add(layer)
-        shared = {} if self._schedule is None else self._schedule.tensors
-        tensors = {"q": q, "out": out, "lse": lse, **layer.tensors, **shared}
-        if not known:
-            options = replace(options, schedule=self._schedule)
-            self._repeat, self._key = Repeat(lambda: executor.attend(step, q, out, lse, options), tensors), key
-        assert self._repeat is not None
-        self._repeat(tensors)
+        schedule = scheduled[1]
+        tensors = {"q": q, "out": out, "lse": lse, **layer.tensors}
+        if schedule is not None:
+            tensors.update(schedule.tensors)
+        if known is None:
+            options = replace(options, schedule=schedule)
+            self._recorded = known = key, Repeat(lambda: executor.attend(step, q, out, lse, options), tensors)
+        known[1](tensors)
         return out, lse
 
     def _bind(self, q: Tensor, layer: BoundLayer) -> tuple[Step, AttendOptions]:
-        first, options, pools = self._first, self._options, layer.pools
-        if first is not None and options is not None:
-            if first.cache.blocks.shape == pools.blocks.shape and first.num_tokens == q.shape[0]:
-                return first.over(layer.empty_step), options
+        pools, key = layer.pools, (q.shape, q.dtype, q.device, layer.kind)
+        if self._bound is not None and self._bound[0] == key:
+            _, first, options = self._bound
+            return first.over(layer.empty_step), options
         first = bind_step(self.rows.values(pools), 0, pools.layout, self.rows.query_start_loc, q, "q", check=False)
         first = replace(first, one_token_each=self.rows.one_token_each)
         first.check_reads(check=False)
         self.plan.check(first, q, self.plan.sm_scale, causal=True)
         options = self.plan.options(first)
-        self._first, self._options = first, options
+        self._bound = key, first, options
         return first, options

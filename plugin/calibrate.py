@@ -14,11 +14,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagedmla.kv_cache.checks import ceildiv, counted
+from pagedmla.kv_cache.checks import Refusal, ceildiv, counted, quoted, refuse
 from pagedmla.kv_cache.files import expect_file, write_text
 from pagedmla.kv_cache.quantise import E4M3_MAX
 from pagedmla.plugin.checkpoint_scales import check_overlay, lay_over
-from pagedmla.plugin.latent_statistics import MOST_ERROR, Errors, LayerStatistics, PerTensor, overall
+from pagedmla.plugin.latent_statistics import MOST_ERROR, LayerStatistics, PerTensor, overall
+from pagedmla.plugin.palette import BLUE, GREEN, PURPLE, SKY_BLUE, VERMILION, YELLOW
 from pagedmla.plugin.pictures import expect_picture, new_figure, write_picture
 
 if TYPE_CHECKING:
@@ -29,8 +30,14 @@ MOST_MARGIN = E4M3_MAX * 2.0**9  # there the largest number has the smallest cod
 _LAYER_MARK = ".layers."
 
 
+class EngineFailure(RuntimeError):
+    """The engine that reads the text broke off: with its own last line."""
+
+
 @dataclass(frozen=True)
 class Calibration:
+    """What the layers of a model cache for `tokens` tokens of text; fitted scales are `margin` times what they hold."""
+
     model: str
     tokens: int
     margin: float
@@ -62,19 +69,21 @@ def calibrate(
     tokens    of the text that are read, in pieces of `window`
     margin    of the fitted scale over the largest number, from 1 to MOST_MARGIN
 
-    ImportError without vLLM, ValueError for a model that isn't dense MLA and for too little text, RuntimeError where
+    ImportError without vLLM, ValueError for a model that isn't dense MLA and for too little text, EngineFailure where
     the engine fails.
     """
     if not 1 <= margin <= MOST_MARGIN:
-        raise ValueError(f"margin: expected 1 to {MOST_MARGIN:.0f}; got {margin}")
+        raise Refusal(f"margin: expected 1 to {MOST_MARGIN:.0f}; got {margin}")
     if find_spec("vllm") is None:
         raise ImportError("calibrate runs the model in vLLM, which isn't installed: pip install pagedmla[vllm]")
     if not text.strip():
-        raise ValueError("text: expected some text to read; got none")
+        raise Refusal("text: expected some text to read; got none")
     _prepare_environment()
     _check_model(model)
     read, found = _record(model, text, tokens, window, tensor_parallel, margin)
-    layers = sorted((_statistics(each) for each in found.values()), key=lambda each: number_of(each.layer))
+    layers = sorted(
+        (LayerStatistics.from_dict(each) for each in found.values()), key=lambda each: number_of(each.layer)
+    )
     return Calibration(model, read, margin, tuple(layers))
 
 
@@ -106,9 +115,9 @@ def _record(
             # Ranks of a tensor-parallel group store the same latents.
             workers = engine.collective_rpc("pagedmla_recorded", args=(margin,))
     except Exception as error:  # of whatever kind, at the end of a hundred lines
-        raise RuntimeError(f"{model}: the engine failed: {_last_line(error)}") from error
+        raise EngineFailure(f"{model}: the engine failed: {_last_line(error)}") from error
     if len(read) < 2:
-        raise ValueError(f"text: expected at least 2 tokens; got {counted(len(read), 'token')}")
+        raise Refusal(f"text: expected at least 2 tokens; got {counted(len(read), 'token')}")
     return len(read), {name: each for worker in workers for name, each in worker.items()}
 
 
@@ -121,7 +130,11 @@ def _last_line(error: Exception) -> str:
 
 def number_of(layer: str) -> int:
     """3 of model.layers.3.self_attn.attn"""
-    return int(f".{layer}".split(_LAYER_MARK, 1)[1].split(".", 1)[0])
+    _, mark, behind = f".{layer}".partition(_LAYER_MARK)
+    number = behind.split(".", 1)[0]
+    if not mark or not number.isdecimal():
+        refuse("layer", "a name with the layer's number, as model.layers.3.self_attn.attn", quoted(layer))
+    return int(number)
 
 
 def read_text(file: Path) -> str:
@@ -130,7 +143,7 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         where = f"byte {error.object[error.start]:#04x} at {error.start}"
-        raise ValueError(f"{file}: expected text in UTF-8; got {where}") from None
+        raise Refusal(f"{file}: expected text in UTF-8; got {where}") from None
 
 
 def check_targets(model: str, scales: Path | None, json_file: Path | None, picture: Path | None) -> None:
@@ -144,7 +157,7 @@ def check_targets(model: str, scales: Path | None, json_file: Path | None, pictu
         if file is None:
             continue
         if scales is not None and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(scales)):
-            raise ValueError(f"{file}: expected a place outside {scales}, which is made new")
+            raise Refusal(f"{file}: expected a place outside {scales}, which is made new")
         expect_file(file)
     if picture is not None:
         expect_picture(picture)
@@ -176,27 +189,16 @@ def _check_model(model: str) -> None:
     from vllm.transformers_utils.config import get_config
 
     if not Path(model).exists() and model.startswith(("/", ".", "~")):
-        raise ValueError(
-            f"model: expected a folder with a checkpoint, or a name of one; got {model}, which isn't there"
-        )
+        raise Refusal(f"model: expected a folder with a checkpoint, or a name of one; got {model}, which isn't there")
     config = get_config(model, trust_remote_code=False)
     if getattr(config, "index_topk", None) is not None:
-        raise ValueError(
+        raise Refusal(
             f"{model}: expected a dense MLA model (DeepSeek V2, V3, R1); this one selects its keys by an indexer "
             "(sparse attention, DeepSeek V3.2 and later), which pagedmla doesn't serve"
         )
     if not getattr(config, "kv_lora_rank", None):
         kind = getattr(config, "model_type", "unknown")
-        raise ValueError(f"{model}: expected an MLA model, whose config has kv_lora_rank; got model_type {kind}")
-
-
-def _statistics(found: dict[str, Any]) -> LayerStatistics:
-    """From what travelled between processes."""
-    parts = {
-        name: PerTensor(**{**found[name], "errors": Errors(**found[name]["errors"])}) for name in ("unit", "fitted")
-    }
-    layouts = {name: Errors(**errors) for name, errors in found["layouts"].items()}
-    return LayerStatistics(**{**found, **parts, "layouts": layouts})
+        raise Refusal(f"{model}: expected an MLA model, whose config has kv_lora_rank; got model_type {kind}")
 
 
 def tables(calibration: Calibration) -> list[Table]:
@@ -241,8 +243,8 @@ def to_picture(calibration: Calibration, path: str | PathLike[str]) -> None:
     figure = new_figure(9, 6)
     numbers = [number_of(each.layer) for each in calibration.layers]
     ranges, errors = figure.subplots(2, 1, sharex=True)
-    ranges.plot(numbers, [each.latent_amax for each in calibration.layers], "o-", label="latent", color="#0072B2")
-    ranges.plot(numbers, [each.rope_amax for each in calibration.layers], "s-", label="rope", color="#D55E00")
+    ranges.plot(numbers, [each.latent_amax for each in calibration.layers], "o-", label="latent", color=BLUE)
+    ranges.plot(numbers, [each.rope_amax for each in calibration.layers], "s-", label="rope", color=VERMILION)
     ranges.axhline(E4M3_MAX, color="black", linestyle=":", label="448: the largest number at scale 1")
     ranges.set(yscale="log", ylabel="largest |value|")
     curves = {
@@ -253,7 +255,7 @@ def to_picture(calibration: Calibration, path: str | PathLike[str]) -> None:
         "latent, per tensor, fitted": [each.fitted.errors.latent for each in calibration.layers],
         "rope, per tensor, fitted": [each.fitted.errors.rope for each in calibration.layers],
     }
-    colours = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#CC79A7", "#D55E00")
+    colours = (BLUE, SKY_BLUE, GREEN, YELLOW, PURPLE, VERMILION)
     for (label, values), colour, mark in zip(curves.items(), colours, "ov^<s>", strict=True):
         errors.plot(numbers, values, marker=mark, label=label, color=colour, alpha=0.8)
     errors.axhline(MOST_ERROR, color="black", linestyle=":", label=f"{MOST_ERROR:.0%}: more asks for a finer scale")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pagedmla.kv_cache.checks import quoted
+from pagedmla.kv_cache.checks import Refusal, quoted
 from pagedmla.kv_cache.files import expect_folder
 
 INDEX = "model.safetensors.index.json"
@@ -46,9 +46,7 @@ def read_scales(model: Path) -> dict[tuple[str, int], float]:
         file = names[name]
         scale = _expect_float32(_read_number(model / file, name), f"{model / file}: expected {name}")
         if found.setdefault(layer, scale) != scale:
-            raise ValueError(
-                f"{model / file}: expected one k_scale for layer {layer[1]}; got {found[layer]} and {scale}"
-            )
+            raise Refusal(f"{model / file}: expected one k_scale for layer {layer[1]}; got {found[layer]} and {scale}")
     return found
 
 
@@ -88,16 +86,16 @@ def check_overlay(model: Path, out: Path) -> None:
     FileExistsError where `out` is there already; OSError where it can't be made.
     """
     if not model.is_dir():
-        raise ValueError(f"expected a model in a local folder to lay scales over; got {model}. Download it first")
+        raise Refusal(f"expected a model in a local folder to lay scales over; got {model}. Download it first")
     if os.path.lexists(out):
         raise FileExistsError(f"{out}: expected a folder that isn't there yet")
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(model)):
-        raise ValueError(f"{out}: expected a folder outside the model's, {model}, whose files it links to")
+        raise Refusal(f"{out}: expected a folder outside the model's, {model}, whose files it links to")
     names = _names(model)
     if not names:
-        raise ValueError(f"{model}: expected *.safetensors to lay scales over; got none")
+        raise Refusal(f"{model}: expected *.safetensors to lay scales over; got none")
     if not _layers(_LATENT, names):
-        raise ValueError(f"{model}: expected MLA layers (layers.N.self_attn.kv_b_proj) to lay scales over; got none")
+        raise Refusal(f"{model}: expected MLA layers (layers.N.self_attn.kv_b_proj) to lay scales over; got none")
     expect_folder(out.parent)
 
 
@@ -117,7 +115,7 @@ def _name_of_scale(model: Path, names: Iterable[str], number: int) -> str:
     prefixes = sorted({prefix for prefix, each in _layers(_LATENT, names).values() if each == number})
     if len(prefixes) != 1:
         got = " and ".join(f"{prefix}.layers.{number}".lstrip(".") for prefix in prefixes) or "none"
-        raise ValueError(f"{model}: expected one MLA layer {number} to lay a scale over; got {got}")
+        raise Refusal(f"{model}: expected one MLA layer {number} to lay a scale over; got {got}")
     return f"{prefixes[0]}.layers.{number}.self_attn.k_proj.k_scale".lstrip(".")
 
 
@@ -127,7 +125,7 @@ def _names(model: Path) -> dict[str, str]:
     if "weight_map" in index:
         names = index["weight_map"]
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise ValueError(f"{model / INDEX}: expected weight_map as {{tensor: file}}; got {quoted(names)}")
+            raise Refusal(f"{model / INDEX}: expected weight_map as {{tensor: file}}; got {quoted(names)}")
         return names
     files = sorted(model.glob("*.safetensors"))
     return {name: file.name for file in files for name in _read_header(file)[0] if name != "__metadata__"}
@@ -145,7 +143,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= file.stat().st_size - 8:
-            raise ValueError(f"{file}: expected a safetensors file; got a header of {length} bytes")
+            raise Refusal(f"{file}: expected a safetensors file; got a header of {length} bytes")
         return _parsed(file, opened.read(length)), 8 + length
 
 
@@ -153,19 +151,19 @@ def _parsed(file: Path, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as damage:
-        raise ValueError(f"{file}: expected JSON; got {damage}") from None
+        raise Refusal(f"{file}: expected JSON; got {damage}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{file}: expected a JSON object; got {type(found).__name__}")
+        raise Refusal(f"{file}: expected a JSON object; got {type(found).__name__}")
     return found
 
 
 def _read_number(file: Path, name: str) -> float:
     header, data = _read_header(file)
     if name not in header:
-        raise ValueError(f"{file}: expected {name}, as the index says; got none")
+        raise Refusal(f"{file}: expected {name}, as the index says; got none")
     dtype, first, end = _placed(file, name, header[name])
     if data + end > file.stat().st_size:
-        raise ValueError(f"{file}: expected {data + end} bytes or more, for {name}; got {file.stat().st_size}")
+        raise Refusal(f"{file}: expected {data + end} bytes or more, for {name}; got {file.stat().st_size}")
     with file.open("rb") as opened:
         opened.seek(data + first)
         raw = bytearray(opened.read(end - first))
@@ -178,14 +176,14 @@ def _placed(file: Path, name: str, entry: object) -> tuple[str, int, int]:
         case {"dtype": str(dtype), "data_offsets": [int(first), int(end)]} if dtype in _DTYPES:
             if 0 <= first == end - _DTYPES[dtype].itemsize:
                 return dtype, first, end
-    raise ValueError(f"{file}: expected {name} as one number of {', '.join(_DTYPES)}; got {quoted(entry)}")
+    raise Refusal(f"{file}: expected {name} as one number of {', '.join(_DTYPES)}; got {quoted(entry)}")
 
 
 def _expect_float32(scale: float, expected: str) -> float:
     """The float32 nearest to `scale`, which is what a cache has room for."""
     limits = torch.finfo(torch.float32)
     if not limits.tiny <= scale <= limits.max:
-        raise ValueError(f"{expected} as a finite float32 > 0; got {scale}")
+        raise Refusal(f"{expected} as a finite float32 > 0; got {scale}")
     return float(torch.tensor(scale, dtype=torch.float32))
 
 

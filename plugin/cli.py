@@ -1,6 +1,14 @@
 """The command line: look at caches, see what runs where, build and measure kernels.
 
-Exit code 1: wrong; 2: misused; 130: interrupted. `pagedmla/__main__.py` is what the installed command runs.
+`pagedmla/__main__.py` is what the installed command runs. Exit codes:
+
+    0      sound
+    1      wrong: problems in a cache, a result that is off, a kernel that a target refused
+    2      misused: a sentence says how
+    70     a bug, with its trace
+    74     what it printed or wrote couldn't be written: a full disk
+    130    interrupted
+    141    its reader left early (`pagedmla explain | head -1`)
 """
 
 from __future__ import annotations
@@ -8,19 +16,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from pagedmla.plugin.commands import bench, calibrate, compile, demo, explain, inspect
 from pagedmla.plugin.commands.names import with_names
+from pagedmla.plugin.terminal import prepare
+
+_BUG, _NOT_WRITTEN, _LEFT = 70, 74, 141  # EX_SOFTWARE, EX_IOERR, 128 and SIGPIPE: none of a command's verdicts
 
 
 class _Command(TyperCommand):
-    """Says when it begins, what its options may name, and by exit code 130 that it was interrupted, which not every
-    release of typer does."""
+    """Calls `on_begin`, fills names into the help, and exits with 130 when interrupted, which not every typer does."""
 
     def invoke(self, ctx: Any) -> Any:
         import torch  # noqa: F401  # every command wants it, and Ctrl-C can end the process until it is there
@@ -39,8 +50,35 @@ class _Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
+class _ReaderLeft(Exception):
+    """Nobody reads stdout any more. Typer and Rich would exit with 1."""
+
+
+class _Commands(TyperGroup):
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:  # prints help
+        with _told_by_main():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _told_by_main():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _told_by_main() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _ReaderLeft from error
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # so Rich ends
+            raise _ReaderLeft from end
+        raise
+
+
 app = typer.Typer(
     name="pagedmla",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -77,9 +115,22 @@ app.command("bench", cls=_Command, epilog=bench.EXAMPLES)(bench.bench)
 
 def main(on_begin: Callable[[], None] | None = None) -> None:
     """Run the command line that was typed; `on_begin` is called when torch is there and the command begins."""
+    prepare()
     try:
         app(prog_name="pagedmla", obj=on_begin)
+    except _ReaderLeft:
+        _drop_output()
+        sys.exit(_LEFT)
     except OSError as error:  # a disk that is full by now: of a file that is named, or of the output
-        with contextlib.suppress(OSError, AttributeError):  # stdout is None where it was closed
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer can't go out
-        sys.exit(f"pagedmla: {error}")
+        _drop_output()
+        print(f"pagedmla: {error}", file=sys.stderr)
+        sys.exit(_NOT_WRITTEN)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(_BUG)
+
+
+def _drop_output() -> None:
+    """What is left in stdout's buffer can't go out."""
+    with contextlib.suppress(OSError, AttributeError):  # stdout is None where it was closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pagedmla.kv_cache.checks import quoted, refuse
+from pagedmla.kv_cache.checks import Refusal, quoted, refuse
 from pagedmla.kv_cache.files import expect_file, expect_folder, write_text
 from pagedmla.kv_cache.layouts import LAYOUTS
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _KEYS = (("kernel", "kernel"), ("target", "target"), ("layout", "layout"), ("rows", "rows"))
 _CUTLASS_KEYS = (("variant", "kernel"), ("target", "target"))  # a variant's name tells the rest
 _COSTS = (
     ("registers", "regs"),
     ("spill_words", "spills"),
-    ("spill_words_in_loop", "in loop"),
+    ("spill_words_in_loop", "in\nloop"),
     ("shared_bytes", "shared"),
-    ("ctas_per_sm", "CTAs/SM"),
-    ("warp_instructions_per_token", "instr/token"),
-    ("bytes_per_token", "bytes/token"),
+    ("ctas_per_sm", "CTAs\n/SM"),
+    ("warp_instructions_per_token", "instr\n/token"),
+    ("bytes_per_token", "bytes\n/token"),
 )
 CUTLASS_FAMILIES = ("decode", "merge")
-_WIDTH = 130  # of the table at least: cut to 80 columns it says nothing
+_WIDEST = 1000  # columns, of a table in a pipe
+_LEAST_NAME = 12  # columns that a row's name is folded into at least, where a terminal is narrow
+_TELLING = ("PAGE_SIZE", "GROUP", "SPLIT_QUERIES", "SLOTS")  # of options that tell the same rows apart, these first
 
 
 def compile_triton(
@@ -41,15 +46,17 @@ def compile_triton(
     """
     from pagedmla.hardware.targets import TARGETS, find_target
     from pagedmla.triton_kernels import KERNELS
-    from pagedmla.triton_kernels.compile import all_variants, compile_all
+    from pagedmla.triton_kernels.compile import compile_all, expect_compiler
+    from pagedmla.triton_kernels.variants import variants
 
-    names = [find_target(name).name for name in targets or TARGETS]
+    names = list(dict.fromkeys(find_target(name).name for name in targets or TARGETS))
     _check_names("only", kernels, KERNELS)
     _check_names("layout", layouts, tuple(LAYOUTS))
-    variants = all_variants()
+    expect_compiler()
+    _expect_triton_cache()
     wanted = [
         variant
-        for variant in variants
+        for variant in variants()
         if (not kernels or variant.kernel in kernels)
         and (not layouts or variant.layout in layouts)
         and any(name in variant.targets for name in names)
@@ -98,6 +105,19 @@ def compile_cutlass(
     return _build(len(wanted), lambda on_row: compile_all(wanted, cache=cache, on_row=on_row), out, json_file)
 
 
+def _expect_triton_cache() -> None:
+    """Triton keeps there what it builds, and tells of a folder that it can't use as if a target refused the kernel."""
+    from triton import knobs
+
+    folder = knobs.cache.dir
+    if not folder:
+        refuse("TRITON_CACHE_DIR", "a folder, or no such variable", quoted(folder))
+    try:
+        expect_folder(Path(folder))
+    except OSError as error:
+        raise OSError(f"Triton's cache, which TRITON_CACHE_DIR moves: {error}") from error
+
+
 def _check_names(option: str, given: Sequence[str] | None, known: Sequence[str], more: str = "") -> None:
     """A name that selects nothing is a slip, also among others that do."""
     for name in given or ():
@@ -105,8 +125,8 @@ def _check_names(option: str, given: Sequence[str] | None, known: Sequence[str],
             refuse(option, f"one of {', '.join(known)}{more}", quoted(name))
 
 
-def _nothing(kernels: Sequence[str] | None, layouts: Sequence[str] | None) -> ValueError:
-    return ValueError(f"nothing to build: no variant of {kernels or 'any kernel'} in {layouts or 'any layout'}")
+def _nothing(kernels: Sequence[str] | None, layouts: Sequence[str] | None) -> Refusal:
+    return Refusal(f"nothing to build: no variant of {kernels or 'any kernel'} in {layouts or 'any layout'}")
 
 
 def _build(total: int, build: Any, out: Path | None, json_file: Path | None) -> list[dict[str, Any]]:
@@ -118,8 +138,9 @@ def _build(total: int, build: Any, out: Path | None, json_file: Path | None) -> 
         expect_folder(out)
     if json_file is not None:
         expect_file(json_file)
+    console = Console(stderr=True)
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(),
-                  console=Console(stderr=True), transient=True) as progress:  # fmt: skip
+                  console=console, transient=True, disable=not console.is_terminal) as progress:  # fmt: skip
         task = progress.add_task("compile", total=total)
 
         def on_row(row: dict[str, Any]) -> None:
@@ -134,20 +155,29 @@ def _build(total: int, build: Any, out: Path | None, json_file: Path | None) -> 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.measure import Measurement
 
     named = all(row["executor"] == "cutlass" for row in rows)
     keys = _CUTLASS_KEYS if named else _KEYS
-    table = Table(title="compiled, not run", box=None, pad_edge=False)
-    for field, heading in keys + _COSTS:
-        left = field in ("kernel", "variant", "target", "layout")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        if "refused" not in row:
-            fields = {**row, **row["options"]} if named else row
-            table.add_row(*(_text(fields[field]) for field, _ in keys + _COSTS))
+    built = [row for row in rows if "refused" not in row]
+    texts = [
+        [_text({**row, **(row["options"] if named else {})}[field]) for field, _ in keys + _COSTS] for row in built
+    ]
+    names = [[*cells[: len(keys)], where] for cells, where in zip(texts, _differences(built, [key for key, _ in keys]))]
+    costs = [cells[len(keys) :] for cells in texts]
+    headings = [*(heading for _, heading in keys), "where"]
+    if not any(where for *_, where in names):
+        headings, names = headings[:-1], [each[:-1] for each in names]
     console = Console()
-    console.width = max(console.width, _WIDTH)
+    table = _table(headings, names, costs)
+    wide = Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum
+    if not console.is_terminal:
+        console.width = wide  # nothing need fit
+    elif console.width < wide:  # names in one column, folded as need be, and no number cut
+        table = _table(["kernel"], [[_row_name(dict(zip(headings, each)))] for each in names], costs)
+        least = _table(["kernel"], [], costs)
+        numbers = Measurement.get(console, console.options.update(max_width=_WIDEST), least).maximum
+        console.width = max(console.width, numbers + _LEAST_NAME)
     console.print(table)
     for row in rows:
         if "refused" in row:
@@ -156,6 +186,48 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             )
     refused = sum("refused" in row for row in rows)
     console.print(f"{len(rows) - refused} built, {refused} refused", highlight=False)
+
+
+def _table(headings: Sequence[str], names: Sequence[Sequence[str]], costs: Sequence[Sequence[str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="compiled, not run", box=None, pad_edge=False)
+    for heading in headings:
+        right = heading == "rows"
+        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+    for _, heading in _COSTS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for number, cost in enumerate(costs):
+        table.add_row(*(names[number] if names else [""] * len(headings)), *cost)
+    return table
+
+
+def _row_name(cells: dict[str, str]) -> str:
+    """A row's cells in one, broken at blanks where it has to be."""
+    rows = cells.pop("rows", "-")
+    return " ".join([*(text for text in cells.values() if text), *([f"rows={rows}"] if rows != "-" else [])])
+
+
+def _differences(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
+    """For each row the options that tell it from others with the same keys, as few as do; "" where the keys do."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        alike.setdefault(tuple({**row, **row["options"]}.get(key) for key in keys), []).append(index)
+    told = [""] * len(rows)
+    for group in alike.values():
+        options = [rows[index]["options"] for index in group]
+        every = {name for each in options for name in each}
+        names = sorted(every, key=lambda name: (name not in _TELLING, name))
+        chosen: list[str] = []
+        while len(group) > 1 and names:
+            kinds = [len({repr([each.get(name) for name in (*chosen, more)]) for each in options}) for more in names]
+            best = names[kinds.index(max(kinds))]  # the first of the best
+            if max(kinds) == (len({repr([each.get(name) for name in chosen]) for each in options})):
+                break  # nothing tells more
+            chosen.append(best)
+        for index, each in zip(group, options):
+            told[index] = " ".join(f"{name}={each.get(name)}" for name in chosen)
+    return told
 
 
 def _what(row: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ SWITCH = "PAGEDMLA_DENSE_PREFILL"
 
 
 def least_queries(latent: int, rope: int, nope: int, value: int) -> int | None:
-    """From how many query tokens on a prompt goes the dense way; None where none does, or heads are wider than WIDEST.
+    """The fewest query tokens with which a prompt is attended densely; None where no prompt is.
 
     PAGEDMLA_DENSE_PREFILL: auto (where it is cheaper), never, or a number.
     """
@@ -140,7 +141,7 @@ class DensePrompts:
         self._workspace, self._calls = workspace, calls
         self._longest = (max(queries), max(c + q for c, q in zip(contexts, queries, strict=True)))
         self._query_start_loc, self._passes = _upload(spans(contexts, queries, workspace.shape[0]), queries, seq_lens)
-        self._first: Step | None = None
+        self._bound: tuple[object, Step] | None = None  # behind the kind of layer that it was made for
 
     @property
     def executor(self) -> str:
@@ -188,9 +189,9 @@ class DensePrompts:
 
     def _bind(self, layer: BoundLayer) -> Step:
         """As `BoundRows` does; to decompress, all of a request's keys are in the cache by now."""
-        first, pools = self._first, layer.pools
-        if first is not None and first.cache.blocks.shape == pools.blocks.shape and not checks_enabled():
-            return first.over(layer.empty_step)
+        pools, known = layer.pools, self._bound
+        if known is not None and known[0] == layer.kind and not checks_enabled():
+            return known[1].over(layer.empty_step)
         values = KVCacheInputsPerDevice(
             kv_blocks=pools.blocks,
             cache_lengths=self._seq_lens,
@@ -205,16 +206,16 @@ class DensePrompts:
         first = bind_step(values, 0, pools.layout, nobody, self._seq_lens, "seq_lens", check=False)
         for one in self._passes:
             first.check_span(one.starts, one.key_start_loc, check=None)
-        self._first = first
+        self._bound = layer.kind, first
         return first
 
 
 def _upload(made: list[Span], queries: Sequence[int], device_of: Tensor) -> tuple[Tensor, list[_Pass]]:
     """Query starts `[B + 1]` and the passes, on the device of a tensor, by one copy."""
     requests = len(queries)
-    numbers = _starts(queries)
+    numbers = list(accumulate(queries, initial=0))
     for span in made:
-        numbers += [*span.starts, *_starts(span.lengths)]
+        numbers += [*span.starts, *accumulate(span.lengths, initial=0)]
     host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device_of.is_cuda)
     query_start_loc, *parts = host.to(device_of.device, non_blocking=True).split(
         [requests + 1, *(requests, requests + 1) * len(made)]
@@ -224,11 +225,3 @@ def _upload(made: list[Span], queries: Sequence[int], device_of: Tensor) -> tupl
         for span, starts, key_start_loc in zip(made, parts[::2], parts[1::2], strict=True)
     ]
     return query_start_loc, passes
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    """`[0, l0, l0 + l1, ...]`"""
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts

@@ -29,17 +29,19 @@ from pagedmla.cutlass_kernels.cubin_cache import (
     source_digest,
 )
 from pagedmla.cutlass_kernels.driver import DriverError
+from pagedmla.cutlass_kernels.launch_checks import NotTaken
 from pagedmla.cutlass_kernels.tiles import LATENT
 from pagedmla.cutlass_kernels.variants import COMBINES, CombineVariant, Variant
-from pagedmla.kv_cache.checks import quoted, refuse
+from pagedmla.kv_cache.checks import Refusal, quoted, refuse
 from pagedmla.plugin import executor_cutlass_variants as variants
-from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor, attend_requests, multiprocessors
+from pagedmla.plugin.executor_triton import PartialStates, TritonExecutor, attend_from, multiprocessors
 from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Executor
 from pagedmla.plugin.proven import Record, record_of, records
 from pagedmla.plugin.step import Step
 
 HOPPER = (9, 0)
 _ALLOW_UNPROVEN = "PAGEDMLA_ALLOW_UNPROVEN"
+_NO_DEVICE = "there is no CUDA device here"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +58,14 @@ class Pieces(PartialStates):
             torch.empty(rows, dtype=torch.int32, device=device),
         )
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.pieces.numel() * self.pieces.element_size()
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *super().tensors(), self.pieces
 
     def of(self, partitions: int, rows: int) -> launch.Workspace:
         """For so many rows, in at most `partitions` pieces: fewer where the room holds no more. One needs no room."""
         held = self.partial_lse.shape[0] // max(1, rows)
-        return launch.Workspace(self.partial_out, self.partial_lse, self.pieces, max(1, min(partitions, held)), rows)
+        most = max(1, min(partitions, held))
+        return launch.Workspace(self.partial_out, self.partial_lse, self.pieces, most, self.pieces.numel())
 
 
 class CutlassExecutor(TritonExecutor):
@@ -100,6 +102,8 @@ class CutlassExecutor(TritonExecutor):
 
     def load(self, configuration: Configuration, capacity: Capacity) -> str | None:
         """Its own kernels are proven by hash, Triton's of prompts by a run."""
+        if not torch.cuda.is_available():
+            return _NO_DEVICE
         try:
             for variant in variants.choices(configuration, capacity.max_cache_length):
                 launch.launcher(variant, configuration.device)
@@ -124,7 +128,7 @@ class CutlassExecutor(TritonExecutor):
         """Its kernels make their own."""
 
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
-        requests, tokens = step.decode_rows()
+        requests, tokens = step.decode_rows
         if tokens == 0:
             super().attend(step, q, out, lse, options)
             return
@@ -133,15 +137,14 @@ class CutlassExecutor(TritonExecutor):
         variant = variants.variant_of_step(step, q, options, requests, tokens)
         try:
             launch_decode(launch.launcher(variant, q.device), step, *rows, options, requests)
-        except ValueError as reason:  # nothing was launched
+        except NotTaken as reason:  # nothing was launched
             if options.asked_for:
                 raise
             _tell_once(variant.name, str(reason))
             super().attend(step, q, out, lse, options)
             return
         if not whole:
-            longest_query = step.max_query_length()
-            attend_requests(step, step.planes, q, out, lse, options, requests, step.batch, longest_query)
+            attend_from(step, q, out, lse, options, requests)
 
 
 def launch_decode(
@@ -181,7 +184,7 @@ def proof(kernel: Variant | CombineVariant) -> Record | None:
     """
     try:
         return _proof(kernel)
-    except ValueError as damage:
+    except Refusal as damage:
         warnings.warn(str(damage), RuntimeWarning, stacklevel=2)
         return None
 
@@ -224,8 +227,12 @@ def _cubin(name: str, where: tuple[Path, ...]) -> Cubin:
 
 
 def _device_refusal(device: torch.device) -> str | None:
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return "there is no CUDA device here"
+    """Of a GPU that is here. One that isn't is taken for an H200, as a plan without memory asks; `load` refuses one
+    with memory."""
+    if not torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return _NO_DEVICE
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != HOPPER:
         name = torch.cuda.get_device_name(device)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from pagedmla.hardware.cost import H200
 from pagedmla.plugin import executor_cutlass_variants as variants
 from pagedmla.plugin.executor_torch import TorchExecutor
-from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Executor, Workspace
+from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Executor, NoWorkspace, Workspace
 from pagedmla.plugin.step import Step
-
-MULTIPROCESSORS = 132  # of an H200
 
 
 class CutlassModelExecutor(TorchExecutor):
@@ -40,17 +38,17 @@ class CutlassModelExecutor(TorchExecutor):
         return tuple(f"{use}: the model of {use.variant.name}" for use in used)
 
     def partitions(self, configuration: Configuration, capacity: Capacity, requests: int, tokens: int) -> int:
-        return variants.pieces(configuration, capacity, requests, tokens, MULTIPROCESSORS)
+        return variants.pieces(configuration, capacity, requests, tokens, H200.multiprocessors)
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
         """None: the model keeps its pieces to itself."""
-        return Workspace(torch.empty(0, device=configuration.device))
+        return NoWorkspace()
 
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
         from pagedmla.cutlass_kernels import launch_checks, model
 
         q = q.detach()  # numpy takes no tensor that requires grad
-        requests, tokens = step.decode_rows()
+        requests, tokens = step.decode_rows
         whole = requests == step.batch
         rows = slice(0, step.num_tokens if whole else tokens)  # whole: padding behind the last request too
         if rows.stop:
@@ -77,11 +75,11 @@ class CutlassModelExecutor(TorchExecutor):
                 causal=options.causal,
                 scales_lookup_table=decode.cache.scales_lookup_table,
                 num_partitions=options.num_partitions,
-                workers=MULTIPROCESSORS // variant.cluster,
+                workers=H200.multiprocessors // variant.cluster,
             )
         if not whole:
             prompts, behind = _part(step, requests, step.batch), slice(tokens, None)
-            alone = replace(options, num_partitions=1, decode_requests=None, workspace=None)
+            alone = replace(options, num_partitions=1, workspace=None)
             super().attend(prompts, q[behind], out[behind], lse[behind], alone)
 
 

@@ -77,12 +77,10 @@ def variant_of_step(step: Step, q: Tensor, options: AttendOptions, requests: int
     configuration = Configuration(
         "attend", q.device, step.layout, q.shape[1], step.cache.page_size, q.dtype, options.precision
     )
-    # Prompts behind decode rows have the step's bound for themselves: decode rows go by their own mean.
-    query_tokens = ceildiv(tokens, requests) if requests < step.batch else step.max_query_length()
     keys = step.cache.max_cache_length
     if options.max_keys is not None:
         keys = min(keys, options.max_keys)
-    return choose_variant(configuration, query_tokens, keys)
+    return choose_variant(configuration, step.longest_of(requests, tokens), keys)
 
 
 def choices(configuration: Configuration, max_keys: int | None = None) -> tuple[Variant, ...]:
@@ -135,9 +133,9 @@ def _variant(configuration: Configuration, rows: int, short: bool) -> Variant:
     forms = _forms(configuration.precision, short)
     for form in forms:
         for variant in covering:
-            if (_form(variant), variant.rows) == (form, rows):
+            if (variant.shape.form, variant.rows) == (form, rows):
                 return variant
-    return max((variant for variant in covering if _form(variant) in forms), key=lambda variant: variant.rows)
+    return max((variant for variant in covering if variant.shape.form in forms), key=lambda variant: variant.rows)
 
 
 def _covers(variant: Variant, configuration: Configuration) -> bool:
@@ -154,8 +152,3 @@ def _forms(precision: str, short: bool) -> tuple[str, ...]:
     if precision == AUTO:
         return ("fp16",) if short else ("fp16", "fp8x2")
     return {"fp8": ("fp8x1", "fp8x2"), "fp8x2": ("fp8x2",), "fp16": ("fp16",)}[precision]
-
-
-def _form(variant: Variant) -> str:
-    shape = variant.shape
-    return f"fp8x{shape.terms}" if shape.precision == "fp8" else shape.precision

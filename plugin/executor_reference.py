@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import ClassVar
+
+import torch
 from torch import Tensor
 
-from pagedmla.plugin.executors import AttendOptions, Configuration, Executor
+from pagedmla.plugin.executor_host import HostExecutor
+from pagedmla.plugin.executors import AttendOptions, Configuration
 from pagedmla.plugin.step import Step
-from pagedmla.reference import attention, cache, merge, store
+from pagedmla.reference import attention, store
 
 
-class ReferenceExecutor(Executor):
+class ReferenceExecutor(HostExecutor):
     name = "reference"
     summary = "the float64 meaning, token by token"
+    storing: ClassVar[ModuleType] = store
+    attending: ClassVar[ModuleType] = attention
+
+    def dtype_for(self, given: torch.dtype) -> torch.dtype:
+        return torch.float64
 
     def refusal(self, configuration: Configuration) -> str | None:
         return None if configuration.device.type == "cpu" else "it runs on the CPU only"
@@ -29,46 +39,5 @@ class ReferenceExecutor(Executor):
             sm_scale=options.sm_scale,
             causal=options.causal,
         )
-        out.copy_(computed[0])
-        lse.copy_(computed[1])
-
-    def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
-        slots, scale_slots = (
-            store.slots_of_step(step.cache, step.query_start_loc, table)
-            for table in (step.cache.lookup_table, step.cache.scales_lookup_table)
-        )
-        real = slots.shape[0]  # the rest is padding
-        return self.store_slots(step, latent[:real], rope[:real], slots, scale_slots, power_of_two=power_of_two)
-
-    def store_slots(
-        self, step: Step, latent: Tensor, rope: Tensor, slots: Tensor, scale_slots: Tensor, *, power_of_two: bool
-    ) -> Tensor | None:
-        return store.store(
-            latent, rope, step.cache, step.layout, step.layer, slots, scale_slots, power_of_two=power_of_two
-        )
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_start_loc: Tensor,
-        key_start_loc: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        sm_scale: float,
-        causal: bool,
-    ) -> None:
-        computed = attention.prefill(q, k, v, query_start_loc, key_start_loc, sm_scale=sm_scale, causal=causal)
-        out.copy_(computed[0])
-        lse.copy_(computed[1])
-
-    def decompress(self, step: Step, starts: Tensor, key_start_loc: Tensor, out: Tensor) -> None:
-        lengths = key_start_loc.diff()
-        out[: int(lengths.sum())] = cache.decompress(step.cache, step.layout, step.layer, starts, lengths)
-
-    def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-        computed = merge.merge_states(outs.double(), lses.double())
         out.copy_(computed[0])
         lse.copy_(computed[1])

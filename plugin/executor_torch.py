@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from pagedmla.plugin.executors import AttendOptions, Configuration, Executor
+from pagedmla.plugin.executor_host import HostExecutor
+from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Workspace
 from pagedmla.plugin.step import Step
-from pagedmla.reference import cache, merge, vectorised
+from pagedmla.reference import vectorised
 
 
-class TorchExecutor(Executor):
+@dataclass(frozen=True, eq=False)
+class PartLses(Workspace):
+    """`partial_lse [S, max_tokens, H]` float32: the LSE of each part of a split."""
+
+    partial_lse: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.partial_lse,)
+
+
+class TorchExecutor(HostExecutor):
     name = "torch"
     summary = "vectorised float32 in torch"
+    storing: ClassVar[ModuleType] = vectorised
+    attending: ClassVar[ModuleType] = vectorised
+
+    def dtype_for(self, given: torch.dtype) -> torch.dtype:
+        return torch.float64 if given == torch.float64 else torch.float32
 
     def drawback(self, configuration: Configuration) -> str | None:
         return None if configuration.device.type == "cpu" else "it reads lengths on the host, once a layer"
 
+    def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
+        shape = (num_partitions, capacity.max_tokens, configuration.num_heads or 0)
+        return PartLses(torch.full(shape, -torch.inf, dtype=torch.float32, device=configuration.device))
+
     def attend(self, step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions) -> None:
+        room = options.workspace
         computed = vectorised.attend(
             q,
             step.cache,
@@ -27,52 +52,8 @@ class TorchExecutor(Executor):
             sm_scale=options.sm_scale,
             causal=options.causal,
             num_partitions=options.num_partitions,
-            decode_requests=options.decode_requests,
-            partial_lse=None if options.workspace is None else options.workspace.partial_lse,
+            decode_requests=step.decode_rows[0],
+            partial_lse=room.partial_lse if isinstance(room, PartLses) else None,
         )
-        out.copy_(computed[0])
-        lse.copy_(computed[1])
-
-    def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
-        slots, scale_slots = (
-            vectorised.slots_of_step(step.cache, step.query_start_loc, table)
-            for table in (step.cache.lookup_table, step.cache.scales_lookup_table)
-        )
-        real = slots.shape[0]  # the rest is padding
-        return self.store_slots(step, latent[:real], rope[:real], slots, scale_slots, power_of_two=power_of_two)
-
-    def store_slots(
-        self, step: Step, latent: Tensor, rope: Tensor, slots: Tensor, scale_slots: Tensor, *, power_of_two: bool
-    ) -> Tensor | None:
-        return vectorised.store(
-            latent, rope, step.cache, step.layout, step.layer, slots, scale_slots, power_of_two=power_of_two
-        )
-
-    def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query_start_loc: Tensor,
-        key_start_loc: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        sm_scale: float,
-        causal: bool,
-    ) -> None:
-        computed = vectorised.prefill(q, k, v, query_start_loc, key_start_loc, sm_scale=sm_scale, causal=causal)
-        out.copy_(computed[0])
-        lse.copy_(computed[1])
-
-    def decompress(self, step: Step, starts: Tensor, key_start_loc: Tensor, out: Tensor) -> None:
-        lengths = key_start_loc.diff()
-        out[: int(lengths.sum())] = cache.decompress(
-            step.cache, step.layout, step.layer, starts, lengths, torch.float32
-        )
-
-    def merge(self, outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-        precision = torch.float64 if outs.dtype == torch.float64 else torch.float32
-        computed = merge.merge_states(outs.to(precision), lses.to(precision))
         out.copy_(computed[0])
         lse.copy_(computed[1])

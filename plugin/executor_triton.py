@@ -7,7 +7,7 @@ behind the decode rows (`mixed_step_split`) and keep a GPU busy by themselves ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pagedmla.hardware.cost import H200
+from pagedmla.hardware.targets import Target, target_of
 from pagedmla.kv_cache.checks import ceildiv, dtype_name
-from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.kv_cache.layouts import LATENTS, ROPE
 from pagedmla.kv_cache.splits import MOST_REQUESTS, SMALLEST_PIECE
 from pagedmla.plugin import self_check
-from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Executor, Workspace
+from pagedmla.plugin.executors import AUTO, AttendOptions, Capacity, Configuration, Executor, Workspace
 from pagedmla.plugin.step import Step
 from pagedmla.reference import vectorised
+from pagedmla.triton_kernels.tiles import rows_for
 
 if TYPE_CHECKING:
     from pagedmla.triton_kernels.schedule import Schedule
@@ -33,11 +36,11 @@ ROWS_A_BLOCK = 64  # at most
 class PartialStates(Workspace):
     """Room for the states of so many rows of cut tiles: `partial_lse [rows]`, `partial_out [rows, latent]`."""
 
+    partial_lse: Tensor
     partial_out: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + self.partial_out.numel() * self.partial_out.element_size()
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.partial_lse, self.partial_out
 
     def views(self, slots: int, rows: int) -> tuple[Tensor, Tensor]:
         """(out `[slots, rows, latent]`, lse `[slots, rows]`) at the front of the room."""
@@ -60,8 +63,9 @@ class TritonExecutor(Executor):
         layout = configuration.layout
         if layout is None:
             return None
-        if layout.latent not in (256, 512) or layout.rope != 64:
-            return f"the kernels take latents of 512 or 256 and a rope of 64, not {layout.latent} and {layout.rope}"
+        if layout.latent not in LATENTS or layout.rope != ROPE:
+            latents = " or ".join(map(str, LATENTS))
+            return f"the kernels take latents of {latents} and a rope of {ROPE}, not {layout.latent} and {layout.rope}"
         if configuration.operation == "attend":
             return self._attend_refusal(configuration)
         return None
@@ -81,7 +85,9 @@ class TritonExecutor(Executor):
         if configuration.device.type != "cuda" or configuration.layout is None or not self_check.is_wanted():
             return None
         try:
-            return _fault(configuration, capacity)
+            # What the check itself goes by: a plan that only holds more is not checked again.
+            checked = replace(configuration, operation="attend", precision=AUTO)
+            return _fault(checked, self_check.parts(TritonExecutor(), configuration, capacity))
         except torch.OutOfMemoryError:  # passes, and says nothing of the kernels
             raise
         except Exception as error:
@@ -96,7 +102,7 @@ class TritonExecutor(Executor):
         """As many as there may be pieces of SMALLEST_PIECE keys, within what runs at once: the schedule takes fewer."""
         if not 0 < requests <= MOST_REQUESTS or tokens == 0:
             return 1
-        rows = 16 if ceildiv(tokens, requests) * (configuration.num_heads or 1) <= 32 else ROWS_A_BLOCK
+        rows = rows_for(ceildiv(tokens, requests) * (configuration.num_heads or 1), _target(configuration.device))
         quantised = configuration.layout is not None and configuration.layout.quantised
         return max(1, min(places(configuration.device, rows, quantised), capacity.max_cache_length // SMALLEST_PIECE))
 
@@ -120,7 +126,7 @@ class TritonExecutor(Executor):
         if requests == 0:
             return None
         heads = q.shape[1]
-        rows, keys = tile_of(q, step.planes, _longest_query(step, requests, tokens))
+        rows, keys = tile_of(q, step.planes, step.longest_of(requests, tokens))
         at_once = places(q.device, rows, step.layout.quantised)
         row_tiles = requests * ceildiv(heads, rows) if step.one_token_each else tokens * heads // rows + requests + 1
         room = options.workspace
@@ -146,7 +152,7 @@ class TritonExecutor(Executor):
             first = slice(0, tokens)
             _attend_spread(self, step, q[first], out[first], lse[first], options, requests)
         if requests < step.batch or requests == 0:
-            attend_requests(step, step.planes, q, out, lse, options, requests, step.batch, step.max_query_length())
+            attend_from(step, q, out, lse, options, requests)
 
     def store(self, step: Step, latent: Tensor, rope: Tensor, *, power_of_two: bool) -> Tensor | None:
         from pagedmla.triton_kernels.store import store
@@ -207,15 +213,15 @@ def _has_triton() -> bool:
 
 
 @lru_cache
-def _fault(configuration: Configuration, capacity: Capacity) -> str | None:
+def _fault(configuration: Configuration, parts: int) -> str | None:
     """Found once a process for plans that are alike."""
-    return self_check.fault(TritonExecutor(), configuration, capacity)
+    return self_check.fault(TritonExecutor(), configuration, parts)
 
 
 def _spread_rows(step: Step, q: Tensor, options: AttendOptions) -> tuple[int, int]:
     """Requests, and their query tokens, whose work is spread by lengths: the decode rows, and prompts behind them in a
     step that doesn't fill a GPU."""
-    requests, tokens = step.decode_rows()
+    requests, tokens = step.decode_rows
     if options.num_partitions == 1 or tokens == 0:
         return 0, 0
     if ceildiv(step.num_tokens * q.shape[1], ROWS_A_BLOCK) <= multiprocessors(q.device):
@@ -223,11 +229,6 @@ def _spread_rows(step: Step, q: Tensor, options: AttendOptions) -> tuple[int, in
     if requests > MOST_REQUESTS:
         return 0, 0
     return requests, step.num_tokens if requests == step.batch else tokens
-
-
-def _longest_query(step: Step, requests: int, tokens: int) -> int:
-    """It chooses the tile. Decode rows are short and alike, whatever prompts stand behind: they go by their mean."""
-    return ceildiv(tokens, requests) if requests < step.batch else step.max_query_length()
 
 
 def _attend_spread(
@@ -256,29 +257,16 @@ def _attend_spread(
         state_lse,
         cache.scales_lookup_table[:requests],
         sm_scale=options.sm_scale,
-        max_query_len=_longest_query(step, requests, q.shape[0]),
+        max_query_len=step.longest_of(requests, q.shape[0]),
         causal=options.causal,
     )
 
 
-def attend_requests(
-    step: Step,
-    planes: RowPlanes,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: AttendOptions,
-    first: int,
-    end: int,
-    longest_query: int,
-) -> None:
-    """Requests first .. end - 1, a program a tile of rows.
-
-    `longest_query` chooses the tile of rows; any number is right.
-    """
+def attend_from(step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions, first: int) -> None:
+    """Request `first` and all behind it, a program a tile of rows; `q`, `out` and `lse` are the whole step's."""
     cache = step.cache
-    where = (planes, cache.lookup_table[first:end], cache.cache_lengths[first:end])
-    scales_table = cache.scales_lookup_table[first:end]
+    where = (step.planes, cache.lookup_table[first:], cache.cache_lengths[first:])
+    scales_table = cache.scales_lookup_table[first:]
     if step.one_token_each and first == 0:
         from pagedmla.triton_kernels.decode import attend_decode
 
@@ -289,12 +277,12 @@ def attend_requests(
     attend_mixed(
         q,
         *where,
-        step.query_start_loc[first : end + 1],
+        step.query_start_loc[first:],
         out,
         lse,
         scales_table,
         sm_scale=options.sm_scale,
-        max_query_len=longest_query,
+        max_query_len=step.max_query_length,
         causal=options.causal,
     )
 
@@ -304,8 +292,13 @@ def places(device: torch.device, rows: int, quantised: bool) -> int:
     return multiprocessors(device) * (2 if rows == 16 and quantised else 1)
 
 
+def _target(device: torch.device) -> Target:
+    """What kernels are built for on a device; an H200 where there is no GPU."""
+    return target_of(device if torch.cuda.is_available() else torch.device("cpu"))
+
+
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; an H200's where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return 132
+        return H200.multiprocessors
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -23,8 +23,9 @@ from pagedmla.plugin.step import Step
 AUTO = "auto"
 EXECUTORS_SWITCH = "PAGEDMLA_EXECUTORS"
 PRECISIONS = (AUTO, "fp8", "fp8x2", "fp16")
-"""What an executor with a choice rounds queries and weights to before it multiplies them with an FP8 cache: queries to
-e4m3 in one term (in two where one gains no time) or in two, weights to e4m3; or both to float16. "auto" is up to it."""
+"""Rounding of queries and softmax weights before they meet an FP8 cache, where an executor has a choice. "fp8": queries
+in one e4m3 term (two where the second costs no time), weights in e4m3. "fp8x2": queries in two terms. "fp16": both in
+float16. "auto": the executor decides."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,23 @@ class Capacity:
     max_cache_length: int
 
 
-@dataclass(frozen=True, eq=False)
-class Workspace:
-    """Scratch for the parts of a split: `partial_lse [S, max_tokens, H]` float32, the LSE of each part."""
+class Workspace(ABC):
+    """Scratch of one plan; what it holds is its executor's business."""
 
-    partial_lse: Tensor
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds."""
 
     @property
     def nbytes(self) -> int:
-        return self.partial_lse.numel() * self.partial_lse.element_size()
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+
+class NoWorkspace(Workspace):
+    """Of an executor that needs none."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
 
 
 class Schedule(Protocol):
@@ -74,10 +83,11 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class AttendOptions:
+    """What `attend` is told beside a step. `workspace` is the plan's; None: the call takes memory of its own."""
+
     sm_scale: float
     causal: bool
     num_partitions: int
-    decode_requests: int | None
     workspace: Workspace | None
     precision: str = AUTO
     max_keys: int | None = None  # bound of the plan on a request's keys
@@ -121,9 +131,8 @@ class Executor(ABC):
         return 1
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
-        heads = configuration.num_heads or 0
-        shape = (num_partitions, capacity.max_tokens, heads)
-        return Workspace(torch.full(shape, -torch.inf, dtype=torch.float32, device=configuration.device))
+        """Scratch for steps within `capacity`, cut into up to `num_partitions` parts, on the configuration's device."""
+        return NoWorkspace()
 
     def schedule(self, step: Step, q: Tensor, options: AttendOptions) -> Schedule | None:
         """Launch what all layers of a step share; it goes into their options. `q` is a layer's."""

@@ -23,6 +23,8 @@ PER_TOKEN = ("fp8_rope_bf16", "fp8_ds_mla", "fp8_flat")
 
 @dataclass(frozen=True)
 class Errors:
+    """Relative errors, as at the top of this file."""
+
     latent: float
     rope: float
 
@@ -39,6 +41,8 @@ class PerTensor:
 
 @dataclass(frozen=True)
 class LayerStatistics:
+    """Ranges of one layer's latents and ropes, what each layout makes of them, and the layout that suits them."""
+
     layer: str
     tokens: int
     latent_amax: float
@@ -52,6 +56,15 @@ class LayerStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> LayerStatistics:
+        """What `to_dict` gave, from another process."""
+        parts = {
+            name: PerTensor(**{**found[name], "errors": Errors(**found[name]["errors"])}) for name in ("unit", "fitted")
+        }
+        layouts = {name: Errors(**errors) for name, errors in found["layouts"].items()}
+        return cls(**{**found, **parts, "layouts": layouts})
 
 
 def measure_layer(layer: str, latent: Tensor, rope: Tensor, margin: float = 1.0) -> LayerStatistics:
@@ -71,7 +84,7 @@ def measure_layer(layer: str, latent: Tensor, rope: Tensor, margin: float = 1.0)
 
 def per_tensor(latent: Tensor, rope: Tensor, scale: float) -> PerTensor:
     """What one scale makes of finite `latent [T, L]` and `rope [T, R]` float32."""
-    sigma = torch.full((*latent.shape[:-1], 1), scale)
+    sigma = torch.full((*latent.shape[:-1], 1), scale, device=latent.device)
     numbers = torch.cat((latent, rope), -1)
     beyond = numbers.abs() > E4M3_MAX * scale * (1 + 2.0**-20)  # a scale's own rounding isn't saturation
     layout = get_layout("fp8_flat", latent=latent.shape[-1], rope=rope.shape[-1])

@@ -7,8 +7,7 @@
 
 | op          | writes               | gives                                           |
 |-------------|----------------------|-------------------------------------------------|
-| store       | kv_blocks, kv_scales | nothing; tokens find their place by the tables  |
-| store_slots | kv_blocks, kv_scales | nothing; tokens go to slots                     |
+| store       | kv_blocks, kv_scales | nothing                                         |
 | attend      | nothing              | out `[T, H, latent]`, lse `[T, H]` float32      |
 | merge       | nothing              | out `[T, H, D]`, lse `[T, H]` float32           |
 
@@ -33,6 +32,7 @@ from torch import Tensor
 from pagedmla.adapters.vllm import layer_pools
 from pagedmla.kv_cache.checks import describe, dtype_name, expect_int, expect_tensor, quoted, refuse
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, per_tensor_scale
+from pagedmla.kv_cache.paged_tensor import is_repeated
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, single_device
 from pagedmla.plugin import api
 from pagedmla.plugin.executors import AUTO
@@ -67,8 +67,8 @@ def attend(
     layout: CacheLayout | str,
     executor: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """As `pagedmla.attend`, one op in a graph. Shapes, dtypes and errors are those of that call; arguments of another
-    type meet torch's schema first.
+    """As `pagedmla.attend` without plan, out and check, one op in a graph. Shapes, dtypes and errors are those of that
+    call; arguments of another type meet torch's schema first. PAGEDMLA_CHECK=1 checks here too.
     """
     expect_tensor(q, "q", [None, None, None], (), "It is [T, H, latent + rope].")
     kv_blocks, kv_scales, fields = _flattened(values)
@@ -91,20 +91,13 @@ def store(
     executor: str = AUTO,
     power_of_two: bool = False,
 ) -> None:
-    """As `pagedmla.store`, one op in a graph. Shapes, dtypes and errors are those of that call; arguments of another
-    type meet torch's schema first.
+    """As `pagedmla.store` without check, one op in a graph. Shapes, dtypes and errors are those of that call; arguments
+    of another type meet torch's schema first. PAGEDMLA_CHECK=1 checks here too.
     """
     kv_blocks, kv_scales, fields = _flattened(values)
-    described = (*_described(layout, layer), executor)
-    if slot_mapping is None:
-        if scales_slot_mapping is not None:
-            refuse("slot_mapping", "[T] int64 beside scales_slot_mapping", None)
-        torch.ops.pagedmla.store(latent, rope, kv_blocks, kv_scales, *fields, query_start_loc, power_of_two, *described)
-        return
-    if query_start_loc is not None:
-        refuse("query_start_loc", "None, since slot_mapping says where tokens go", query_start_loc)
-    torch.ops.pagedmla.store_slots(
-        latent, rope, kv_blocks, kv_scales, *fields, slot_mapping, scales_slot_mapping, power_of_two, *described
+    places = query_start_loc, slot_mapping, scales_slot_mapping
+    torch.ops.pagedmla.store(
+        latent, rope, kv_blocks, kv_scales, *fields, *places, power_of_two, *_described(layout, layer), executor
     )
 
 
@@ -121,7 +114,7 @@ def _flattened(values: KVCacheInputsPerDevice) -> tuple[Tensor, Tensor | None, t
     given = single_device(values)
     fields = {name: _as_tensor(getattr(given, name), name) for name in _FIELDS}
     scales, sigma = given.kv_scales, None
-    if isinstance(scales, Tensor) and scales.dim() == 6 and scales.stride(0) == 0 and scales.stride(3) == 0:
+    if isinstance(scales, Tensor) and scales.dim() == 6 and is_repeated(scales, scales.stride(0)):
         layers = 1 if scales.stride(2) == 0 else scales.shape[2]
         if scales.shape[0]:
             sigma = scales[0, 0, :layers, 0, 0, 0]
@@ -212,39 +205,19 @@ def _(q, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
     "pagedmla::store",
     mutates_args=("kv_blocks", "kv_scales"),
     schema=f"(Tensor latent, Tensor rope, Tensor(a!) kv_blocks, Tensor(b!)? kv_scales, {_CACHE}, "
-    f"Tensor? query_start_loc, bool power_of_two, {_LAYOUT}) -> ()",
+    f"Tensor? query_start_loc, Tensor? slot_mapping, Tensor? scales_slot_mapping, bool power_of_two, {_LAYOUT}) -> ()",
 )
 def _store(latent, rope, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
-    *fields, query_start_loc, power_of_two, layer, name, columns, rope_columns, granularity, executor = rest
+    *fields, starts, slots, scale_slots, power_of_two, layer, name, columns, rope_columns, granularity, executor = rest
     values, layout = _bound(kv_blocks, kv_scales, fields, (name, columns, rope_columns, granularity))
     api.store(
         latent,
         rope,
         values,
         layer,
-        query_start_loc=query_start_loc,
-        layout=layout,
-        executor=executor,
-        power_of_two=power_of_two,
-    )
-
-
-@torch.library.custom_op(
-    "pagedmla::store_slots",
-    mutates_args=("kv_blocks", "kv_scales"),
-    schema=f"(Tensor latent, Tensor rope, Tensor(a!) kv_blocks, Tensor(b!)? kv_scales, {_CACHE}, "
-    f"Tensor slot_mapping, Tensor? scales_slot_mapping, bool power_of_two, {_LAYOUT}) -> ()",
-)
-def _store_slots(latent, rope, kv_blocks, kv_scales, *rest):  # type: ignore[no-untyped-def]
-    *fields, slots, scales_slots, power_of_two, layer, name, columns, rope_columns, granularity, executor = rest
-    values, layout = _bound(kv_blocks, kv_scales, fields, (name, columns, rope_columns, granularity))
-    api.store(
-        latent,
-        rope,
-        values,
-        layer,
+        query_start_loc=starts,
         slot_mapping=slots,
-        scales_slot_mapping=scales_slots,
+        scales_slot_mapping=scale_slots,
         layout=layout,
         executor=executor,
         power_of_two=power_of_two,
@@ -252,7 +225,6 @@ def _store_slots(latent, rope, kv_blocks, kv_scales, *rest):  # type: ignore[no-
 
 
 @_store.register_fake
-@_store_slots.register_fake
 def _(*arguments):  # type: ignore[no-untyped-def]
     return None
 

@@ -7,6 +7,7 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
 from pagedmla.kv_cache.cache_report import CacheReport
+from pagedmla.kv_cache.checks import counted
 from pagedmla.plugin.page_maps import (
     DEAD,
     MOST_LEGENDS,
@@ -14,10 +15,10 @@ from pagedmla.plugin.page_maps import (
     WRONG,
     PoolMap,
     colour,
-    count,
     letter,
     pool_maps,
 )
+from pagedmla.plugin.terminal import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -95,8 +96,8 @@ def _legend(report: CacheReport, maps: list[PoolMap]) -> list[Text]:
 
     lines = []
     for request in report.requests[:MOST_LEGENDS]:
-        line = Text.assemble((letter(request.row), f"bold {colour(request.row)}"), f" {request.name}: ")
-        lines.append(line.append(f"{count(request.kv_len, 'token')} in {count(len(request.pages), 'page')}"))
+        line = Text.assemble((letter(request.row), f"bold {colour(request.row)}"), f" {printable(request.name)}: ")
+        lines.append(line.append(f"{counted(request.kv_len, 'token')} in {counted(len(request.pages), 'page')}"))
     if len(report.requests) > MOST_LEGENDS:
         lines.append(Text(f"and {len(report.requests) - MOST_LEGENDS:,} more requests"))
     marks = [f"{DEAD} no live tokens"]

@@ -1,7 +1,7 @@
 """Who is in which page of a pool, and the letter and colour that every view of it shows.
 
-A page carries the letter and the colour of the request it belongs to. Colours repeat after seven, letters after 62; the
-palette is Okabe and Ito's, which colour-blind readers can tell apart, and letters say the same again.
+A page carries the letter and the colour of the request it belongs to. Colours repeat after seven, letters after 62, and
+say the same again.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import string
 from dataclasses import dataclass, field
 
 from pagedmla.kv_cache.cache_report import CacheReport
+from pagedmla.plugin.palette import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW
 
 LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits
-COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+COLOURS = (SKY_BLUE, ORANGE, GREEN, YELLOW, BLUE, VERMILION, PURPLE)
 SHARED, DEAD, WRONG = "*", ".", "!"
 
 MOST_LEGENDS = 14
@@ -58,7 +59,3 @@ def letter(row: int) -> str:
 
 def colour(row: int) -> str:
     return COLOURS[row % len(COLOURS)]
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -6,16 +6,18 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from pagedmla.kv_cache.cache_report import CacheReport
-from pagedmla.kv_cache.checks import ceildiv
-from pagedmla.plugin.page_maps import MOST_LEGENDS, SHARED, PoolMap, colour, count, letter, pool_maps
+from pagedmla.kv_cache.checks import ceildiv, counted
+from pagedmla.plugin.page_maps import MOST_LEGENDS, SHARED, PoolMap, colour, letter, pool_maps
+from pagedmla.plugin.palette import BLUE
 from pagedmla.plugin.pictures import new_figure, write_picture
+from pagedmla.plugin.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _DEAD_COLOUR = "#EEEEEE"
 _SHARED_COLOUR = "#999999"
-_DARK = "#0072B2"  # the one of COLOURS that black letters are hard to read on
+_DARK = BLUE  # the one of COLOURS that black letters are hard to read on
 _INCHES_A_CELL = 0.34
 _LEGEND_COLUMNS = 3
 _WIDEST = 20  # cells of a pool from left to right, before they shrink
@@ -38,15 +40,18 @@ def to_picture(report: CacheReport, path: str | PathLike[str]) -> None:
     axes = figure.subplots(1, len(maps), squeeze=False, width_ratios=across)[0]
     for each, pool, cells in zip(axes, maps, across):
         _draw_pool(each, pool, cells, report.pool.page_size, letters=cell > 0.15)
-    state = count(len(report.problems), "problem") if report.problems else "no problems"
-    figure.suptitle(f"{report.pool.layout}, pages of {report.pool.page_size} tokens: {state}", fontsize=11)
-    figure.legend(
+    state = counted(len(report.problems), "problem") if report.problems else "no problems"
+    pages = f"pages of {counted(report.pool.page_size, 'token')}"
+    figure.suptitle(f"{report.pool.layout}, {pages}: {state}", fontsize=11)
+    legend = figure.legend(
         handles=_legend_handles(report, maps),
         loc="outside lower center",
         ncols=_LEGEND_COLUMNS,
         frameon=False,
         fontsize=8.5,
     )
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name may hold $
     write_picture(figure, path)
 
 
@@ -101,7 +106,7 @@ def _legend_handles(report: CacheReport, maps: list[PoolMap]) -> list[Any]:
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(facecolor=colour(request.row), label=f"{letter(request.row)}  {_shorten(request.name)}")
+        Patch(facecolor=colour(request.row), label=f"{letter(request.row)}  {_shorten(printable(request.name))}")
         for request in report.requests[:MOST_LEGENDS]
     ]
     if len(report.requests) > MOST_LEGENDS:

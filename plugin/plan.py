@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pagedmla.hardware.cost import GPUS, attention_cost
 from pagedmla.kv_cache.binding import bind_values
-from pagedmla.kv_cache.checks import INDEX_DTYPES, counted, dtype_name, expect_bool, expect_int, expect_tensor, refuse
+from pagedmla.kv_cache.checks import (
+    INDEX_DTYPES,
+    Refusal,
+    counted,
+    dtype_name,
+    expect_bool,
+    expect_int,
+    expect_tensor,
+    refuse,
+)
 from pagedmla.kv_cache.collection import PagedKVCacheCollection
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 from pagedmla.kv_cache.splits import useful_partitions
@@ -36,6 +44,8 @@ from pagedmla.plugin.executors import (
 )
 from pagedmla.plugin.step import FLOATS, Step, check_bounds, check_starts, decode_requests_of, expect_scale
 
+_Field = TypeVar("_Field")
+
 
 @dataclass(frozen=True)
 class StepSummary:
@@ -52,16 +62,20 @@ class StepSummary:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Made by `plan(...)`; see there for the fields."""
+    """Made by `plan(...)`. One step at a time: calls on two streams need a plan each, since they share `workspace`.
 
-    layout: CacheLayout
-    num_heads: int
-    page_size: int
-    max_batch: int
-    max_tokens: int
-    max_cache_length: int
-    dtype: torch.dtype
-    device: torch.device
+    configuration     what steps are made of: layout, heads, pages, dtype, device, precision
+    capacity          the most that they bring
+    sm_scale, causal  of attention
+    num_partitions    parts that a decode row's keys are cut into; None: the executor's choice by a step's shape
+    most_partitions   the most that a step may have, of which `workspace` holds the states
+    attend_choice, store_choice  the executor of each operation, and why it was taken
+    workspace         scratch of `attend`
+    reserved          whether it is there; else it is on the meta device, and the plan serves no step
+    """
+
+    configuration: Configuration
+    capacity: Capacity
     sm_scale: float
     causal: bool
     num_partitions: int | None
@@ -69,7 +83,43 @@ class Plan:
     attend_choice: Choice
     store_choice: Choice
     workspace: Workspace
-    precision: str = AUTO
+    reserved: bool
+
+    @property
+    def layout(self) -> CacheLayout:
+        return _given(self.configuration.layout)
+
+    @property
+    def num_heads(self) -> int:
+        return _given(self.configuration.num_heads)
+
+    @property
+    def page_size(self) -> int:
+        return _given(self.configuration.page_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _given(self.configuration.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.configuration.device
+
+    @property
+    def precision(self) -> str:
+        return self.configuration.precision
+
+    @property
+    def max_batch(self) -> int:
+        return self.capacity.max_batch
+
+    @property
+    def max_tokens(self) -> int:
+        return self.capacity.max_tokens
+
+    @property
+    def max_cache_length(self) -> int:
+        return self.capacity.max_cache_length
 
     def __str__(self) -> str:
         return (
@@ -79,9 +129,12 @@ class Plan:
 
     def check(self, step: Step, q: Tensor, sm_scale: float, causal: bool) -> None:
         """ValueError where a call isn't what the plan was made for. Reads no device value."""
+        if not self.reserved:
+            raise Refusal("plan holds no memory. Make it with reserve=True.")
         self._same("layout", self.layout, step.layout)
         self._same("device", self.device, q.device)
         self._same("H", self.num_heads, q.shape[1])
+        self._same("columns a query", self.layout.width, q.shape[2])
         self._same("page size", self.page_size, step.cache.page_size)
         self._same("query dtype", dtype_name(self.dtype), dtype_name(q.dtype))
         self._same("sm_scale", self.sm_scale, sm_scale)
@@ -111,8 +164,8 @@ class Plan:
     def partitions(self, step: Step) -> int:
         """Partitions of a step's decode rows: what the values' dispatch metadata asks for, else the plan's number, else
         what the executor takes for a step of this shape."""
-        asked = step.values.dispatch(step.max_query_length()).num_partitions
-        requests, tokens = step.decode_rows()
+        asked = step.values.dispatch(step.max_query_length).num_partitions
+        requests, tokens = step.decode_rows
         return self._partitions(asked, requests, tokens)
 
     def _partitions(self, asked: int | None, requests: int, tokens: int) -> int:
@@ -122,7 +175,7 @@ class Plan:
             return asked
         if self.num_partitions is not None:
             return self.num_partitions
-        return self.attend_choice.executor.partitions(self._configuration, self._capacity, requests, tokens)
+        return self.attend_choice.executor.partitions(self.configuration, self.capacity, requests, tokens)
 
     def options(self, step: Step) -> AttendOptions:
         """What the executor of `attend` is told beside a step that `check` let pass."""
@@ -130,22 +183,11 @@ class Plan:
             self.sm_scale,
             self.causal,
             self.partitions(step),
-            step.decode_requests(),
             self.workspace,
             self.precision,
             self.max_cache_length,
             self.attend_choice.asked_for,
         )
-
-    @cached_property
-    def _configuration(self) -> Configuration:
-        return Configuration(
-            "attend", self.device, self.layout, self.num_heads, self.page_size, self.dtype, self.precision
-        )
-
-    @cached_property
-    def _capacity(self) -> Capacity:
-        return Capacity(self.max_batch, self.max_tokens, self.max_cache_length)
 
     def prepare(
         self,
@@ -158,6 +200,11 @@ class Plan:
         host_scales_lookup_table: Tensor | None = None,
     ) -> StepSummary:
         """Check a step once for all its layers, from host copies (or from the tensors, where they lie on the host).
+
+        query_start_loc           `[B + 1]` int32, uint32 or int64, as `attend` takes it; None: one token each
+        host_cache_lengths        `[B]`, host_query_start_loc `[B + 1]`: int32, uint32 or int64, on the CPU
+        host_lookup_table         like `values.lookup_table`, host_scales_lookup_table like its namesake: same shape and
+                                  dtype, on the CPU; without them ids on a device aren't checked
 
         Checks the layout, capacities, query starts, the `max_*` bounds, the width of both tables against the lengths,
         and, where the tables' entries are at hand, the ids in use against both pools. Raises ValueError, TypeError and
@@ -212,7 +259,7 @@ class Plan:
         for operation, choice in (("attend", self.attend_choice), ("store", self.store_choice)):
             lines.append(f"  {operation}: {choice.executor.name} ({choice.reason})")
             if operation == "attend":
-                lines += [f"    {each}" for each in choice.executor.kernels(self._configuration, self._capacity)]
+                lines += [f"    {each}" for each in choice.executor.kernels(self.configuration, self.capacity)]
             lines += [f"    not {name}: {reason}" for name, reason in choice.passed_over]
         if summary is None:
             pairs = self.max_tokens * self.max_cache_length
@@ -238,11 +285,11 @@ class Plan:
 
     def _same(self, what: str, held: object, got: object) -> None:
         if held != got:
-            raise ValueError(f"plan holds {what} {held}; got {got}. Make another plan for it.")
+            raise Refusal(f"plan holds {what} {held}; got {got}. Make another plan for it.")
 
     def _at_most(self, what: str, held: int, got: int) -> None:
         if got > held:
-            raise ValueError(f"plan holds {held} {what}; got {got}. Make a larger plan.")
+            raise Refusal(f"plan holds {held} {what}; got {got}. Make a larger plan.")
 
 
 def plan(
@@ -260,7 +307,7 @@ def plan(
     num_partitions: int | None = None,
     executor: str = AUTO,
     precision: str = AUTO,
-    _memory: bool = True,  # False: see `outline`
+    reserve: bool = True,
 ) -> Plan:
     """Fix everything about a series of steps but their lengths and tables.
 
@@ -276,6 +323,8 @@ def plan(
     precision         "auto", "fp8", "fp8x2" or "fp16": what the CUTLASS kernels round queries to (e4m3 in one term or
                       in two, float16), and weights (e4m3, float16); "auto" takes PAGEDMLA_PRECISION where that is
                       set. The other executors have one precision, at least that of fp16
+    reserve           False: no kernel is loaded and no memory taken. Such a plan explains, here or for a device that
+                      isn't, and serves no step
 
     Raises ValueError for capacities below 1 and for what no executor can run, TypeError for what isn't of its kind.
     """
@@ -285,7 +334,7 @@ def plan(
         refuse("layout", "a CacheLayout or its name", layout, error=TypeError)
     if dtype not in FLOATS:
         refuse("dtype", " or ".join(map(dtype_name, FLOATS)), str(dtype))
-    sm_scale, causal = expect_scale(sm_scale), expect_bool(causal, "causal")
+    sm_scale, causal, reserve = expect_scale(sm_scale), expect_bool(causal, "causal"), expect_bool(reserve, "reserve")
     capacities = {
         "num_heads": num_heads,
         "page_size": page_size,
@@ -297,41 +346,49 @@ def plan(
     for name, value in capacities.items():
         if expect_int(value, name) < 1:
             refuse(name, "at least 1", value)
-    device = torch.device(device)
-    precision = chosen_precision(precision)
+    device, precision = expect_device(device), chosen_precision(precision)
     configuration = Configuration("attend", device, layout, num_heads, page_size, dtype, precision)
     capacity = Capacity(max_batch, max_tokens, max_cache_length)
-    attend_choice = choose(configuration, executor, capacity if _memory else None)
+    attend_choice = choose(configuration, executor, capacity if reserve else None)
     store_choice = choose(replace(configuration, operation="store"), executor)
     if num_partitions is not None:
         num_partitions = useful_partitions(num_partitions, max_cache_length, page_size)
     most_partitions = num_partitions or attend_choice.executor.partitions(configuration, capacity, 1, 1)
-    on = configuration if _memory else replace(configuration, device=torch.device("meta"))
-    workspace = attend_choice.executor.workspace(on, capacity, most_partitions)
+    room = configuration if reserve else replace(configuration, device=torch.device("meta"))
+    try:
+        workspace = attend_choice.executor.workspace(room, capacity, most_partitions)
+    except RuntimeError as impossible:  # on the meta device no memory runs out
+        if reserve:
+            raise
+        refuse("workspace", "a size that memory can have", str(impossible).partition("\n")[0])
     return Plan(
-        layout=layout,
-        num_heads=num_heads,
-        page_size=page_size,
-        max_batch=max_batch,
-        max_tokens=max_tokens,
-        max_cache_length=max_cache_length,
-        dtype=dtype,
-        # torch.device("cuda") is the current one; the tensors of a step name theirs by number
-        device=workspace.partial_lse.device if _memory else device,
-        sm_scale=sm_scale,
-        causal=causal,
-        num_partitions=num_partitions,
-        most_partitions=most_partitions,
-        attend_choice=attend_choice,
-        store_choice=store_choice,
-        workspace=workspace,
-        precision=precision,
+        configuration,
+        capacity,
+        sm_scale,
+        causal,
+        num_partitions,
+        most_partitions,
+        attend_choice,
+        store_choice,
+        workspace,
+        reserve,
     )
 
 
-def outline(**configuration: Any) -> Plan:
-    """What `plan` makes of the same arguments, without its memory: to be explained, here or for a device that isn't."""
-    return plan(**configuration, _memory=False)
+def expect_device(device: torch.device | str) -> torch.device:
+    """As the tensors of a step name theirs. "cuda" alone is the card that is current now: another one, later."""
+    try:
+        device = torch.device(device)
+    except RuntimeError as unknown:
+        refuse("device", "a device of torch's", f"{device!r} ({str(unknown).splitlines()[0]})")
+    if device == torch.device("cuda") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _given(field: _Field | None) -> _Field:
+    assert field is not None  # `plan` has it
+    return field
 
 
 def _with_host_tables(

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from pagedmla.kv_cache.cache_report import ERROR, NO_SCALES, CacheReport, Finding, PageInUse
+from pagedmla.kv_cache.cache_report import ERROR, NO_SCALES, PER_TENSOR, CacheReport, Finding, PageInUse
+from pagedmla.kv_cache.checks import counted
 from pagedmla.plugin.page_grid import page_map
-from pagedmla.plugin.page_maps import count, letter, pool_maps
+from pagedmla.plugin.page_maps import letter, pool_maps
+from pagedmla.plugin.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,9 +45,8 @@ def _headline(report: CacheReport) -> Text:
     pool = report.pool
     used = " and ".join(f"{len(each.owners):,} of {each.num_pages:,} {each.name} pages" for each in pool_maps(report))
     scales = "" if pool.num_scale_pages is not None else f"; scales: {pool.scales}"
-    return Text(
-        f"{pool.layout}: {count(pool.num_layers, 'layer')}, pages of {pool.page_size} tokens; {used} live{scales}"
-    )
+    layers, tokens = counted(pool.num_layers, "layer"), counted(pool.page_size, "token")
+    return Text(printable(f"{pool.layout}: {layers}, pages of {tokens}; {used} live{scales}"))
 
 
 def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
@@ -70,11 +71,11 @@ def _pages_table(report: CacheReport) -> Table:
     table = _table("Pages", ("request",), headings)
     if shared:
         table.add_column("shared with", overflow="fold")
-    names = [request.name for request in report.requests]
+    names = [printable(request.name) for request in report.requests]
     rows = 0
-    for request in report.requests:
+    for name, request in zip(names, report.requests):
         # A name as a plain str would be read as markup.
-        first: list[RenderableType] = [Text(f"{letter(request.row)} {request.name}"), f"{request.kv_len:,}"]
+        first: list[RenderableType] = [Text(f"{letter(request.row)} {name}"), f"{request.kv_len:,}"]
         runs = [list(run) for run in _runs(request.pages)]
         if not runs:
             table.add_row(*first)
@@ -111,10 +112,16 @@ def _span(first: int, last: int) -> str:
 
 
 def _values_table(report: CacheReport) -> Table:
-    table = _table("Values", ("layer",), ("live slots", "amax", "saturated", "NaN slots"))
+    quantised = any(layer.saturated is not None for layer in report.layers)
+    table = _table("Values", ("layer",), ("live slots", "amax", *(["at ±448"] if quantised else []), "NaN slots"))
+    if quantised and report.pool.scales != PER_TENSOR:
+        table.caption = "at ±448, e4m3's largest: of each scale's numbers the largest is there by design"
+        table.caption_justify = "left"
     for layer in report.layers:
-        saturated = "-" if layer.saturated is None else f"{layer.saturated:.2%}"
-        table.add_row(str(layer.layer), f"{layer.live_slots:,}", _number(layer.amax), saturated, f"{layer.nan_slots:,}")
+        saturated = ["-" if layer.saturated is None else f"{layer.saturated:.2%}"] if quantised else []
+        table.add_row(
+            str(layer.layer), f"{layer.live_slots:,}", _number(layer.amax), *saturated, f"{layer.nan_slots:,}"
+        )
     return table
 
 
@@ -142,7 +149,7 @@ def _findings(report: CacheReport) -> Text:
     shown = [*report.problems, *report.warnings]
     if not shown:
         return Text("No problems.", style="green")
-    text = Text(f"{count(len(report.problems), 'problem')}, {count(len(report.warnings), 'warning')}")
+    text = Text(f"{counted(len(report.problems), 'problem')}, {counted(len(report.warnings), 'warning')}")
     for finding in shown[:MOST_FINDINGS]:
         text.append("\n")
         text.append_text(_line(finding))
@@ -155,4 +162,4 @@ def _line(finding: Finding) -> Text:
     from rich.text import Text
 
     label = ("problem", "bold red") if finding.severity == ERROR else ("warning", "yellow")
-    return Text.assemble(label, f" {finding.sentence}")
+    return Text.assemble(label, f" {printable(finding.sentence)}")

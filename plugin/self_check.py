@@ -2,9 +2,9 @@
 
 What is compiled at a user's differs from what was tested: another assembler, GPU or Triton. Assemblers have been wrong
 (docs/kernels/decode_triton.md, "ptxas 12.8"), in ways that leave LSE right and outputs not. So a plan runs stores and
-causal attention on a small cache and is refused where they are wrong. Other builds of a kernel (pools of other strides,
-scales for a whole tensor, more than 255 requests, calls that aren't causal) and the dense way of long prompts aren't
-looked at. PAGEDMLA_SELF_CHECK=0 leaves it out.
+causal attention on a small cache and is refused where they are wrong. It doesn't check the dense path of long prompts,
+non-causal calls, or builds for other strides, one scale a tensor, or more than 255 requests. PAGEDMLA_SELF_CHECK=0
+leaves it out.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import quoted, refuse
+from pagedmla.kv_cache.checks import ceildiv, quoted, refuse
 from pagedmla.kv_cache.page_pool import PagePool
 from pagedmla.kv_cache.paged_tensor import raw_view
+from pagedmla.kv_cache.splits import SMALLEST_PIECE
 from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, Executor
 from pagedmla.plugin.step import Step, bind_step
 
@@ -35,10 +36,16 @@ def is_wanted() -> bool:
     return setting != "0"
 
 
-def fault(executor: Executor, configuration: Configuration, capacity: Capacity) -> str | None:
+def parts(executor: Executor, configuration: Configuration, capacity: Capacity) -> int:
+    """Parts that the check cuts its requests into: a plan's, as far as they have keys for it."""
+    wanted = executor.partitions(configuration, capacity, len(_CACHED), len(_CACHED))
+    return max(2, min(wanted, ceildiv(max(_CACHED) + max(_PROMPTS), SMALLEST_PIECE)))
+
+
+def fault(executor: Executor, configuration: Configuration, cut: int) -> str | None:
     """What of `executor` is wrong on the configuration's device, in words; None where nothing is.
 
-    Stores, by tables and by slots, and attention of single query tokens and of several, whole and in pieces, are
+    Stores, by tables and by slots, and attention of single query tokens and of several, whole and in `cut` pieces, are
     compared with the torch executor's on the host.
     """
     host = replace(configuration, device=torch.device("cpu"))
@@ -50,7 +57,6 @@ def fault(executor: Executor, configuration: Configuration, capacity: Capacity) 
             if pools[0] is not None and not torch.equal(raw_view(pools[0]).cpu(), raw_view(pools[1])):
                 how = "slots" if by_slots else "tables"
                 return f"Triton's store by {how} writes other bytes to {name} than torch does ({_where(configuration)})"
-    cut = max(2, executor.partitions(configuration, capacity, len(_CACHED), len(_CACHED)))
     for what, q_lens, partitions in (
         ("decode", (1, 1), 1),
         ("decode in pieces", (1, 1), cut),
@@ -82,7 +88,7 @@ def _stored(executor: Executor, configuration: Configuration, by_slots: bool = F
     layout, page_size = configuration.layout, configuration.page_size or 64
     assert layout is not None
     tokens = [sum(each) for each in zip(_CACHED, _PROMPTS)]
-    pages = sum(-(-each // page_size) for each in tokens)
+    pages = sum(ceildiv(each, page_size) for each in tokens)
     pool = PagePool(
         layout, num_layers=1, page_size=page_size, num_pages=pages, shuffle_seed=1, device=configuration.device
     )
@@ -119,7 +125,7 @@ def _attended(
     starts = None if set(q_lens) == {1} else made.query_start_loc
     step: Step = bind_step(made.values, 0, pool.layout, starts, q, "q", check=False)
     out, lse = q.new_empty(*q.shape[:2], pool.layout.latent), q.new_empty(q.shape[:2], dtype=torch.float32)
-    executor.attend(step, q, out, lse, AttendOptions(_SM_SCALE, True, partitions, None, None))
+    executor.attend(step, q, out, lse, AttendOptions(_SM_SCALE, True, partitions, None))
     return out, lse
 
 

@@ -13,7 +13,10 @@ from torch import Tensor
 from pagedmla.kv_cache.binding import bind_values
 from pagedmla.kv_cache.checks import (
     INDEX_DTYPES,
+    IndexRefusal,
+    ceildiv,
     checks_enabled,
+    counted,
     describe,
     expect_int,
     expect_memory,
@@ -52,19 +55,20 @@ class Step:
     query_start_loc: Tensor  # [B + 1] int32
     num_tokens: int
     one_token_each: bool  # the call gave no query_start_loc
+    known_planes: RowPlanes | None = None  # of a layer that was bound before: made once a layer, not once a step too
 
     @cached_property
     def planes(self) -> RowPlanes:
         """The layer as kernels see it."""
+        if self.known_planes is not None:
+            return self.known_planes
         return self.layout.planes(self.cache.value_pool, self.cache.scale_pool, self.layer)
 
     def over(self, other: Step) -> Step:
         """These requests over another step's layer: pools of the same shape and layout, bound before."""
         cache = replace(self.cache, value_pool=other.cache.value_pool, scale_pool=other.cache.scale_pool)
         values = replace(self.values, kv_blocks=other.values.kv_blocks, kv_scales=other.values.kv_scales)
-        moved = replace(self, cache=cache, values=values, layer=other.layer)
-        moved.__dict__["planes"] = other.planes  # made once a layer, not once a layer and step
-        return moved
+        return replace(self, cache=cache, values=values, layer=other.layer, known_planes=other.planes)
 
     @property
     def batch(self) -> int:
@@ -86,6 +90,7 @@ class Step:
         """How many requests stand first and are decode rows, by `mixed_step_split`; None where it isn't given."""
         return decode_requests_of(self.values, self.batch, self.query_start_loc if self.on_host else None)
 
+    @cached_property
     def decode_rows(self) -> tuple[int, int]:
         """Requests and query tokens that stand first and are decode rows, by `mixed_step_split`; all without it."""
         requests = self.decode_requests()
@@ -93,11 +98,20 @@ class Step:
             return self.batch, self.num_tokens
         return requests, int(self.values.mixed_step_split[1])
 
+    @cached_property
     def max_query_length(self) -> int:
         """Largest query length of the step: exact on the host, else the caller's bound."""
         if self.on_host:
             return int(self.query_lens().max()) if self.batch else 0
         return host_int(self.values.max_prompt_length, "max_prompt_length")
+
+    def longest_of(self, requests: int, tokens: int) -> int:
+        """Query tokens by which a tile is chosen for the first `requests` requests, which have `tokens` together.
+
+        Where others stand behind, the step's bound is those prompts' own: decode rows are short and alike, and go by
+        their mean.
+        """
+        return ceildiv(tokens, requests) if requests < self.batch else self.max_query_length
 
     def check_reads(self, check: bool | None) -> None:
         """Checks before attention: table width and ids on the host, scales and bytes too on request."""
@@ -138,7 +152,7 @@ class Step:
             b = int(outside.to(torch.uint8).argmax())
             refuse(
                 "starts",
-                f"tokens of request {b} below its {int(cached[b])}",
+                f"tokens within the {int(cached[b])} cached ones of request {b}",
                 f"{int(first[b])} .. {int(first[b] + lengths[b]) - 1}",
             )
         check_table_width(self.cache, ends)
@@ -195,7 +209,7 @@ def bind_step(
     values, layout, cache = bind_values(values, layout)
     layer = expect_int(layer, "layer")
     if not 0 <= layer < cache.num_layers:
-        raise IndexError(f"layer: {layer} is out of range for a cache of {cache.num_layers} layers")
+        raise IndexRefusal(f"layer: {layer} is out of range for a cache of {counted(cache.num_layers, 'layer')}")
     expect_same_device(cache.blocks, "kv_blocks", **{tokens_name: tokens})
     if checks_enabled(check):  # values are read here already
         expect_memory(cache.blocks, "kv_blocks")
@@ -214,8 +228,13 @@ def bind_step(
         expect_tensor(query_start_loc, "query_start_loc", [batch + 1], START_DTYPES)
         expect_same_device(cache.blocks, "kv_blocks", query_start_loc=query_start_loc)
         check_starts(query_start_loc, "query_start_loc", num_tokens, tokens_name, check)
-        query_start_loc = int32_view(query_start_loc).to(torch.int32)
+        query_start_loc = int32_starts(query_start_loc)
     return Step(values, cache, layout, layer, query_start_loc, num_tokens, one_token_each)
+
+
+def int32_starts(starts: Tensor) -> Tensor:
+    """Checked starts as executors take them."""
+    return int32_view(starts).to(torch.int32)
 
 
 def check_starts(start_loc: Tensor, name: str, num_tokens: int, tokens_name: str, check: bool | None = False) -> None:

@@ -64,7 +64,7 @@ def store(
         sigma = None
         if scale_pool is not None and scales is not None and scale_pool.repeated:
             sigma = scales[scale_slot // page_size, scale_slot % page_size]
-        scale_dtype = torch.float32 if scales is None else scales.dtype
+        scale_dtype = None if scales is None else scales.dtype
         made = layout.quantize(latent[t], rope[t], sigma=sigma, power_of_two=power_of_two, scale_dtype=scale_dtype)
         raw_view(rows)[slot // page_size, slot % page_size] = raw_view(made.values)
         if scales is not None and made.scales is not None and sigma is None:

@@ -190,7 +190,7 @@ def store(
     stored, in_pools = slots != PADDING, _in_pools(cache, layout, slots, scale_slots)
     keep = stored & in_pools
     page, slot = slots[keep] // page_size, slots[keep] % page_size
-    sigma, scale_dtype, scales = None, torch.float32, None
+    sigma, scale_dtype, scales = None, None, None
     if cache.scale_pool is not None and not layout.inline_scales:
         scales = cache.scale_pool.layer(0, layer).squeeze(2)
         scale_page, scale_slot = scale_slots[keep] // page_size, scale_slots[keep] % page_size

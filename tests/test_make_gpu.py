@@ -16,7 +16,7 @@ from cases import gpu_ready
 
 ROOT = Path(__file__).parent.parent
 # They build, record or interpret kernels, and launch none.
-ELSEWHERE = {"test_budgets.py", "test_compile.py", "test_interpreter.py", "test_one_build.py"}
+ELSEWHERE = {"test_budgets.py", "test_compile.py", "test_interpreter.py", "test_one_build.py", "test_tiles.py"}
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,13 @@ The distributions are built once, from a copy of the tree (setuptools would take
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -66,6 +68,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "dist/log").write_text(done.stdout + done.stderr)
     return folder / "dist"
 
 
@@ -102,6 +105,14 @@ def test_pyproject_names_every_folder_once() -> None:
     assert tool["package-dir"] == {name: folder for name, folder in folders.items() if "/" not in folder}
 
 
+@pytest.mark.parametrize("folder", ["adapters", "hardware", "kv_cache", "reference", "triton_kernels"])
+def test_a_package_tells_of_its_modules(folder: str) -> None:
+    """Twenty files by their names alone are no map: each stands in its package's docstring."""
+    told = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    inside = [path for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    assert {path.stem for path in inside} - {"__init__"} <= set(re.findall(r"`(\w+)`", told))
+
+
 def test_nothing_else_is_a_package() -> None:
     """An __init__.py in the root or in tests/ would make pytest and mypy take a folder's name for the package."""
     assert not (ROOT / "__init__.py").exists()
@@ -115,12 +126,23 @@ def test_wheel_holds_the_package_and_nothing_else(contents: dict[str, bytes]) ->
         for path in (ROOT / folder).glob("*.py")
     }
     expected.add("pagedmla/py.typed")
-    expected |= {f"pagedmla/bench/results/{path.name}" for path in (ROOT / "bench" / "results").glob("*.json")}
+    results = ROOT / "bench" / "results"
+    read = [*results.glob("compile-*.json"), *results.glob("proven.json")]  # by bench/model.py and plugin/proven.py
+    expected |= {f"pagedmla/bench/results/{path.name}" for path in read}
     record = f"pagedmla-{VERSION}.dist-info"
     expected |= {f"{record}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")}
     expected.add(f"{record}/licenses/LICENSE")
     assert sorted(contents) == sorted(expected)
     assert contents[f"{record}/top_level.txt"].split() == [b"pagedmla"]
+
+
+def test_source_distribution_is_what_a_wheel_is_built_from(distributions: Path) -> None:
+    """It held six files of tests/, without those that they need; the build warned of a package that is none."""
+    with tarfile.open(distributions / f"pagedmla-{VERSION}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert not [name for name in names if name.split("/")[0] == "tests"]
+    assert {"README.md", "LICENSE", "pyproject.toml", "bench/results/compile-triton.json"} <= names
+    assert "absent from the `packages` configuration" not in (distributions / "log").read_text()
 
 
 def test_wheel_carries_the_licence(contents: dict[str, bytes], metadata: Message) -> None:
@@ -213,6 +235,26 @@ def test_the_face_waits_for_torch() -> None:
         "assert pagedmla.kv_cache.__name__ == 'pagedmla.kv_cache'  # as `import pagedmla` always brought it\n"
     )
     assert python(code, ROOT) == "[]"
+
+
+def test_the_face_shows_names_of_its_own_alone() -> None:
+    """`dir(pagedmla)` held Path, import_module and TYPE_CHECKING, and Ctrl-C waited for pathlib."""
+    code = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import pagedmla.__main__\n"
+        "assert not {'pathlib', 'typing'} & (set(sys.modules) - before)\n"
+        "print([name for name in vars(pagedmla) if not name.startswith('_')])"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_type_checkers_know_the_public_names() -> None:
+    """`pagedmla.__all__` didn't exist for mypy and pyright, since `import *` leaves it out."""
+    tree = ast.parse((ROOT / "pagedmla/__init__.py").read_text(encoding="utf-8"))
+    imported = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert ("__all__", "__all__") in [(alias.name, alias.asname) for alias in imported]  # re-exported
 
 
 def test_the_command_of_the_wheel(installed: Path, tmp_path: Path) -> None:

@@ -14,54 +14,17 @@ import hashlib
 import importlib
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pagedmla.hardware import footprint
 from pagedmla.hardware.targets import TARGETS, Target, find_target
 from pagedmla.kv_cache.files import write_bytes, write_text
+from pagedmla.triton_kernels.variants import Variant
+from pagedmla.triton_kernels.variants import variants as list_variants
 
 _TENSOR_MEMORY_COLUMNS = 512  # of an sm_100 SM; Triton itself looks only at launch
-
-
-class Variant(Protocol):
-    """One kernel with everything fixed that the compiler fixes.
-
-    function         "module:name" of the @triton.jit function
-    signature        its arguments in order: "*fp16", "*u8", "i32", "i64", "fp32", or "constexpr" where `constants` says
-    divisible_by_16  arguments that the JIT would find to be multiples of 16
-    rows             of a tile
-    tokens_per_iteration, bytes_per_token   see footprint.report_row; None where a kernel doesn't walk tokens
-    targets          names of those it is meant for
-    """
-
-    @property
-    def kernel(self) -> str: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def function(self) -> str: ...
-    @property
-    def signature(self) -> Mapping[str, str]: ...
-    @property
-    def constants(self) -> Mapping[str, Any]: ...
-    @property
-    def divisible_by_16(self) -> Sequence[str]: ...
-    @property
-    def tokens_per_iteration(self) -> int | None: ...
-    @property
-    def bytes_per_token(self) -> float | None: ...
-    @property
-    def num_warps(self) -> int: ...
-    @property
-    def num_stages(self) -> int: ...
-    @property
-    def options(self) -> Mapping[str, Any]: ...
-    @property
-    def targets(self) -> Sequence[str]: ...
 
 
 def compile_all(
@@ -75,10 +38,9 @@ def compile_all(
     `on_row` sees each row as soon as it is there (a full table takes minutes).
     """
     wanted = [find_target(name).name for name in (TARGETS if targets is None else targets)]
-    if variants is None:
-        variants = all_variants()
+    expect_compiler()  # before variants are recorded: they come from the kernels that it would compile
     rows = []
-    for variant in variants:
+    for variant in list_variants() if variants is None else variants:
         for name in wanted:
             if name in variant.targets:
                 rows.append(compile_variant(variant, name, out_dir))
@@ -87,16 +49,9 @@ def compile_all(
     return rows
 
 
-def all_variants() -> list[Variant]:
-    """Every variant that the package launches."""
-    from pagedmla.triton_kernels.variants import variants
-
-    return list(variants())
-
-
 def compile_variant(variant: Variant, target: str, out_dir: str | Path | None = None) -> dict[str, Any]:
     """Build one variant for one target. Returns its row; a target that can't take it gives a row with `refused`."""
-    triton = _import_triton()
+    triton = expect_compiler()
     aim = find_target(target)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
     about = {
@@ -123,7 +78,8 @@ def compile_variant(variant: Variant, target: str, out_dir: str | Path | None = 
     )
 
 
-def _import_triton() -> Any:
+def expect_compiler() -> Any:
+    """Triton. ImportError where it isn't installed, RuntimeError where it was imported for the interpreter."""
     try:
         import triton
         import triton.language  # its own helpers are kernels too: they tell how Triton was imported

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pagedmla.kv_cache.checks import ceildiv, expect_same_device, refuse
 from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.triton_kernels.attending import build_options, check_call, strides
 from pagedmla.triton_kernels.device.attention import attend_rows
 from pagedmla.triton_kernels.launch import launch
-from pagedmla.triton_kernels.mixed import check_call, compile_time, strides
 from pagedmla.triton_kernels.planes import as_bytes, as_int32
 
 
@@ -42,19 +42,21 @@ def attend_decode(
     lookup_table, scales_lookup_table [B, W] int32 or uint32; cache_lengths [B] int32 or uint32, without this step's
     tokens. Without a table of their own the scales follow lookup_table.
     """
-    requests = cache_lengths.shape[0] if cache_lengths.dim() == 1 else -1
-    lengths = as_int32(cache_lengths, "cache_lengths", [requests])
+    lengths = as_int32(cache_lengths, "cache_lengths", [None])
+    requests = lengths.shape[0]
     tables = check_call(q, planes, lookup_table, scales_lookup_table, requests, out, lse)
     expect_same_device(q, "q", cache_lengths=lengths)
     tokens, heads, _ = q.shape
-    if tokens % max(requests, 1):
+    if tokens == 0:
+        return
+    if requests == 0:
+        refuse("q", "no query tokens, since cache_lengths has no requests", q)
+    if tokens % requests:
         refuse(
             "q", f"a multiple of {requests} query tokens, as many for each request", q, "Ragged steps: attend_mixed."
         )
-    if tokens == 0:
-        return
     query_len = tokens // requests
-    compiled = compile_time(q, planes, causal, query_len * heads)
+    compiled = build_options(q, planes, causal, query_len * heads)
     launch(
         decode_kernel,
         (requests * ceildiv(query_len * heads, compiled["ROWS"]),),

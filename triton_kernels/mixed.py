@@ -15,24 +15,19 @@ limits     latent 512 or 256; rope 64; query dtypes bf16 and fp16, and float32 f
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagedmla.hardware.targets import target_of
-from pagedmla.kv_cache.checks import expect_same_device, expect_tensor, refuse
+from pagedmla.kv_cache.checks import expect_same_device
 from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.triton_kernels.attending import build_options, check_call, strides
 from pagedmla.triton_kernels.device.attention import attend_rows
 from pagedmla.triton_kernels.device.requests import find_request, first_tile
 from pagedmla.triton_kernels.device.uniform import make_uniform
 from pagedmla.triton_kernels.launch import launch
-from pagedmla.triton_kernels.planes import ROPE, as_bytes, as_int32, check_planes, check_table, constants
-from pagedmla.triton_kernels.tiles import QUERY_DTYPES, choose_tile
-
-_MAX_HEADS = 128
+from pagedmla.triton_kernels.planes import as_bytes, as_int32
 
 
 def attend_mixed(
@@ -55,15 +50,15 @@ def attend_mixed(
     uint32. `max_query_len` bounds the query tokens of a request; it chooses the tile, any number is right. Without a
     table of their own the scales follow lookup_table.
     """
-    requests = cache_lengths.shape[0] if cache_lengths.dim() == 1 else -1
-    lengths = as_int32(cache_lengths, "cache_lengths", [requests])
+    lengths = as_int32(cache_lengths, "cache_lengths", [None])
+    requests = lengths.shape[0]
     start_loc = as_int32(query_start_loc, "query_start_loc", [requests + 1])
     tables = check_call(q, planes, lookup_table, scales_lookup_table, requests, out, lse)
     expect_same_device(q, "q", cache_lengths=lengths, query_start_loc=start_loc)
     tokens, heads, _ = q.shape
     if tokens == 0:
         return
-    compiled = compile_time(q, planes, causal, max_query_len * heads)
+    compiled = build_options(q, planes, causal, max_query_len * heads)
     launch(
         mixed_kernel,
         (tokens * heads // compiled["ROWS"] + requests + 1,),
@@ -83,74 +78,6 @@ def attend_mixed(
         *strides(q, planes, tables, out),
         **compiled,
     )
-
-
-def check_call(
-    q: Tensor,
-    planes: RowPlanes,
-    lookup_table: Tensor,
-    scales_lookup_table: Tensor | None,
-    requests: int,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Refuse what no attention kernel here takes; returns the table of the values and that of the scales."""
-    check_planes(planes)
-    latent = planes.latent.shape[2]
-    expect_tensor(q, "q", [None, None, latent + ROPE], QUERY_DTYPES)
-    tokens, heads, _ = q.shape
-    if not 1 <= heads <= _MAX_HEADS:
-        refuse("q", f"1 to {_MAX_HEADS} heads", q)
-    page_size = planes.latent.shape[1]
-    if page_size < 1 or (page_size & (page_size - 1) and page_size % 16):
-        refuse("planes.latent", "a page size that is a power of two or a multiple of 16", planes.latent)
-    check_table(lookup_table, "lookup_table", requests)
-    if scales_lookup_table is None or planes.scales_in_value_pages:
-        scales_lookup_table = lookup_table
-    check_table(scales_lookup_table, "scales_lookup_table", requests)
-    expect_tensor(out, "out", [tokens, heads, latent], QUERY_DTYPES)
-    expect_tensor(lse, "lse", [tokens, heads], [torch.float32])
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.stride(-1) != 1:
-            refuse(name, "adjacent columns (stride(-1) 1)", tensor.stride())
-    if not lse.is_contiguous():
-        refuse("lse", "adjacent heads and tokens", lse.stride())
-    expect_same_device(
-        q, "q", pool=planes.latent, lookup_table=lookup_table, scales_lookup_table=scales_lookup_table, out=out, lse=lse
-    )
-    return lookup_table, scales_lookup_table
-
-
-def strides(q: Tensor, planes: RowPlanes, tables: tuple[Tensor, Tensor], out: Tensor) -> tuple[int, ...]:
-    """The strides that kernels take when they run; slot and group strides are compile-time constants."""
-    return (
-        *(table.stride(0) for table in tables),
-        *q.stride()[:2],
-        planes.latent.stride(0),
-        planes.rope.stride(0),
-        0 if planes.scales is None else planes.scales.stride(0),
-        *out.stride()[:2],
-    )
-
-
-def compile_time(q: Tensor, planes: RowPlanes, causal: bool, rows: int) -> dict[str, Any]:
-    """Constants and launch options of an attention kernel for requests of at most `rows` rows."""
-    known = constants(planes)
-    cache_dtypes = (
-        torch.uint8 if known["FP8_LATENT"] else planes.latent.dtype,
-        torch.uint8 if known["FP8_ROPE"] else planes.rope.dtype,
-    )
-    tile = choose_tile(known, rows, q.dtype, cache_dtypes, target_of(q.device))
-    return {
-        **known,
-        "STRIDE_LATENT_SLOT": planes.latent.stride(1),
-        "STRIDE_ROPE_SLOT": planes.rope.stride(1),
-        "STRIDE_SCALES_SLOT": 0 if planes.scales is None else planes.scales.stride(1),
-        "STRIDE_SCALES_GROUP": 0 if planes.scales is None else planes.scales.stride(2),
-        "PAGE_SIZE": planes.latent.shape[1],
-        "CAUSAL": causal,
-        **tile.keywords(),
-    }
 
 
 @triton.jit(

@@ -20,21 +20,27 @@ from torch import Tensor
 
 from pagedmla.kv_cache.checks import ceildiv, expect_same_device, expect_tensor, refuse
 from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.triton_kernels.attending import build_options, check_call, strides
 from pagedmla.triton_kernels.device.attention import attend_rows
 from pagedmla.triton_kernels.device.pieces import (
     CACHE_LENGTH,
+    CUT_COUNT,
+    CUT_FIRST_ROW,
+    CUT_FIRST_SLOT,
+    CUT_FIRST_TOKEN,
+    CUT_ROW_COUNT,
     CUT_WORDS,
     END,
     FIRST_ROW,
     FIRST_TILE,
     FIRST_TOKEN,
     PIECE_WORDS,
+    REQUEST,
     ROW_COUNT,
 )
 from pagedmla.triton_kernels.device.states import merge_states
 from pagedmla.triton_kernels.device.uniform import make_uniform
 from pagedmla.triton_kernels.launch import launch
-from pagedmla.triton_kernels.mixed import check_call, compile_time, strides
 from pagedmla.triton_kernels.planes import as_bytes
 from pagedmla.triton_kernels.schedule import Schedule
 
@@ -64,10 +70,10 @@ def attend_pieces(
     `states [slots, rows, latent]` and `state_lse [slots, rows]`, float32, hold what is cut: as many slots as the
     schedule was told. `max_query_len` chooses the tile, which must be the schedule's: see `tile_of`.
     """
-    tables = check_call(q, planes, lookup_table, scales_lookup_table, lookup_table.shape[0], out, lse)
+    tables = check_call(q, planes, lookup_table, scales_lookup_table, None, out, lse)
     _, heads, _ = q.shape
     latent = planes.latent.shape[2]
-    compiled = compile_time(q, planes, causal, max_query_len * heads)
+    compiled = build_options(q, planes, causal, max_query_len * heads)
     rows, keys = compiled["ROWS"], compiled["TILE"]
     if (rows, keys) != (schedule.rows, schedule.keys):
         refuse("schedule", f"one for tiles of {rows} rows and {keys} keys", f"{schedule.rows} and {schedule.keys}")
@@ -121,7 +127,7 @@ def attend_pieces(
 
 def tile_of(q: Tensor, planes: RowPlanes, max_query_len: int) -> tuple[int, int]:
     """(rows, keys) of the tile that a step of requests of at most so many query tokens works in."""
-    compiled = compile_time(q, planes, True, max_query_len * q.shape[1])
+    compiled = build_options(q, planes, True, max_query_len * q.shape[1])
     return compiled["ROWS"], compiled["TILE"]
 
 
@@ -144,7 +150,7 @@ def pieces_kernel(
     PREFETCH: tl.constexpr, PREFETCH_ROPE: tl.constexpr,
 ):  # fmt: skip
     piece = pieces + tl.program_id(0) * PIECE_WORDS
-    request = tl.load(piece)
+    request = tl.load(piece + REQUEST)
     if make_uniform(request) >= 0:
         row_count = tl.load(piece + ROW_COUNT)
         cache_length = tl.load(piece + CACHE_LENGTH)
@@ -171,10 +177,11 @@ def merge_cuts_kernel(
     """A row of a tile that was cut, and some of its columns."""
     cut = cuts + tl.program_id(0) // ROWS * CUT_WORDS
     place = tl.program_id(0) % ROWS
-    count = tl.load(cut + 4)
-    row = tl.load(cut + 2, mask=count > 0, other=0) + place  # of a cut that isn't one only the count was written
-    if (count > 0) & (row < tl.load(cut + 1)):
-        slot = tl.load(cut + 3)
+    count = tl.load(cut + CUT_COUNT)
+    # Of a cut that isn't one only the count was written.
+    row = tl.load(cut + CUT_FIRST_ROW, mask=count > 0, other=0) + place
+    if (count > 0) & (row < tl.load(cut + CUT_ROW_COUNT)):
+        slot = tl.load(cut + CUT_FIRST_SLOT)
         first = tl.program_id(1) * COLUMNS
         first_row = slot.to(tl.int64) * ROWS + place
         column = tl.arange(0, COLUMNS)
@@ -182,7 +189,7 @@ def merge_cuts_kernel(
             states + first_row * LATENT + first, state_lse + first_row, count, ROWS * LATENT, ROWS, 1,
             first + column < LATENT, COLUMNS, STATES, LSES,
         )  # fmt: skip
-        token = (tl.load(cut) + row // heads).to(tl.int64)
+        token = (tl.load(cut + CUT_FIRST_TOKEN) + row // heads).to(tl.int64)
         head = (row % heads).to(tl.int64)
         tl.store(
             out + token * stride_out_token + head * stride_out_head + first + column,

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from pagedmla.kv_cache.checks import INDEX_DTYPES, expect_tensor, refuse
-from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.kv_cache.layouts import LATENTS, ROPE, RowPlanes
 
-ROPE = 64
-LATENTS = (256, 512)
 WIDE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Of store and decompress.
+TOKENS = 16  # of a program
+MOST_UNROLLED: tl.constexpr = tl.constexpr(8)  # scale groups
 
 
 def as_bytes(tensor: Tensor | None) -> Tensor | None:
@@ -24,12 +27,6 @@ def as_bytes(tensor: Tensor | None) -> Tensor | None:
     if tensor is None or tensor.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
         return tensor
     return tensor.view(torch.uint8)
-
-
-def is_repeated(scales: Tensor) -> bool:
-    """Whether all pages and slots of a scale plane are one address: a scale for the whole tensor, never written."""
-    strides = [stride for stride, size in zip(scales.stride()[:2], scales.shape[:2]) if size > 1]
-    return all(stride == 0 for stride in (strides or scales.stride()[:2]))
 
 
 def check_planes(planes: RowPlanes) -> None:
@@ -43,14 +40,14 @@ def check_planes(planes: RowPlanes) -> None:
             refuse(name, "adjacent columns (stride(2) 1)", plane.stride())
 
 
-def check_table(table: Tensor, name: str, requests: int, width: int | None = None) -> None:
+def check_table(table: Tensor, name: str, requests: int | None, width: int | None = None) -> None:
     """Refuse a page table that isn't [requests, width] of 32-bit ids with adjacent columns."""
     expect_tensor(table, name, [requests, width], INDEX_DTYPES)
     if table.numel() and table.shape[1] > 1 and table.stride(1) != 1:
         refuse(name, "adjacent columns (stride(1) 1)", table.stride())
 
 
-def as_int32(tensor: Tensor, name: str, shape: list[int]) -> Tensor:
+def as_int32(tensor: Tensor, name: str, shape: list[int | None]) -> Tensor:
     """A length vector as int32: uint32 by its bits, so that the -1 of an engine's padding row stays -1.
 
     Kernels step through it element by element, so its elements must be adjacent.

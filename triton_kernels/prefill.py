@@ -62,13 +62,15 @@ def prefill(
         expect_tensor(lse, "lse", [tokens, heads], [torch.float32])
     if k.shape[1] == 0 or heads % k.shape[1]:
         refuse("k", f"a number of heads that divides q's {heads}", k)
-    requests = query_start_loc.shape[0] - 1
-    start_loc = as_int32(query_start_loc, "query_start_loc", [requests + 1])
+    start_loc = as_int32(query_start_loc, "query_start_loc", [None])
+    requests = start_loc.shape[0] - 1
+    if requests < 0:
+        refuse("query_start_loc", "[B + 1], at least one number", query_start_loc)
     key_loc = as_int32(key_start_loc, "key_start_loc", [requests + 1])
     expect_same_device(q, "q", k=k, v=v, out=out, lse=lse, query_start_loc=start_loc, key_start_loc=key_loc)
     if tokens == 0 or heads == 0:
         return
-    known = constants(q.dtype, key_columns, value_columns, causal, target_of(q.device))
+    known = prefill_options(q.dtype, key_columns, value_columns, causal, target_of(q.device))
     launch(
         prefill_kernel,
         (tokens // known["BLOCK_M"] + requests + 1, heads),
@@ -92,8 +94,10 @@ def prefill(
     )
 
 
-def constants(dtype: torch.dtype, key_columns: int, value_columns: int, causal: bool, target: Target) -> dict[str, Any]:
-    """Compile-time constants and options for a GPU.
+def prefill_options(
+    dtype: torch.dtype, key_columns: int, value_columns: int, causal: bool, target: Target
+) -> dict[str, Any]:
+    """Constants and launch options of the kernel on a GPU.
 
     Columns go in two parts, powers of two, so that 192 costs 128 + 64, not 256. The tile is the first that fits: q, and
     keys and values once a stage.

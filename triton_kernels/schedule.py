@@ -21,7 +21,23 @@ from torch import Tensor
 
 from pagedmla.kv_cache.checks import ceildiv, expect_same_device, refuse
 from pagedmla.kv_cache.splits import MOST_REQUESTS, SMALLEST_PIECE
-from pagedmla.triton_kernels.device.pieces import CUT_WORDS, PIECE_WORDS
+from pagedmla.triton_kernels.device.pieces import (
+    CACHE_LENGTH,
+    CUT_COUNT,
+    CUT_FIRST_ROW,
+    CUT_FIRST_SLOT,
+    CUT_FIRST_TOKEN,
+    CUT_ROW_COUNT,
+    CUT_WORDS,
+    END,
+    FIRST_ROW,
+    FIRST_TILE,
+    FIRST_TOKEN,
+    PIECE_WORDS,
+    REQUEST,
+    ROW_COUNT,
+    SLOT,
+)
 from pagedmla.triton_kernels.device.requests import find_scheduled
 from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import as_int32
@@ -65,10 +81,10 @@ def make_schedule(
     slots        partial tiles of rows that there is room for
     most_pieces  of a request
     """
-    requests = cache_lengths.shape[0]
+    lengths = as_int32(cache_lengths, "cache_lengths", [None])
+    requests = lengths.shape[0]
     if requests > MOST_REQUESTS:
         refuse("cache_lengths", f"at most {MOST_REQUESTS} requests", cache_lengths)
-    lengths = as_int32(cache_lengths, "cache_lengths", [requests])
     starts = as_int32(query_start_loc, "query_start_loc", [requests + 1])
     expect_same_device(lengths, "cache_lengths", query_start_loc=starts)
     # A piece is no shorter than a share of the places, so that cuts add at most as many.
@@ -156,7 +172,7 @@ def schedule_kernel(
     tl.store(offsets + 2 * (requests + 1) + request, tl.cumsum(in_slots, 0) - in_slots, mask=known)
     tl.store(offsets + 3 * (requests + 1) + request, tl.cumsum(in_cuts, 0) - in_cuts, mask=known)
     for start in range(0, cuts_size, BLOCK):
-        tl.store(cuts + (start + request) * CUT_WORDS + 4, 0, mask=start + request < cuts_size)
+        tl.store(cuts + (start + request) * CUT_WORDS + CUT_COUNT, 0, mask=start + request < cuts_size)
 
 
 # A launch of its own: no barrier within one makes a program's stores visible to its loads on every GPU (on gfx942
@@ -195,23 +211,23 @@ def records_kernel(
     first_slot = tl.load(offsets + 2 * (requests + 1) + request, mask=known, other=0) + row_tile * each
     written = piece < pieces_size
     record = pieces + piece * PIECE_WORDS
-    tl.store(record, tl.where(known, request, -1), mask=written)
-    tl.store(record + 1, first_token, mask=written)
-    tl.store(record + 2, row_count, mask=written)
-    tl.store(record + 3, row_tile * ROWS, mask=written)
-    tl.store(record + 4, cached, mask=written)
-    tl.store(record + 5, part * span, mask=written)
+    tl.store(record + REQUEST, tl.where(known, request, -1), mask=written)
+    tl.store(record + FIRST_TOKEN, first_token, mask=written)
+    tl.store(record + ROW_COUNT, row_count, mask=written)
+    tl.store(record + FIRST_ROW, row_tile * ROWS, mask=written)
+    tl.store(record + CACHE_LENGTH, cached, mask=written)
+    tl.store(record + FIRST_TILE, part * span, mask=written)
     # The last one's end by itself: near 2^31 keys the product wraps.
-    tl.store(record + 6, tl.where(part + 1 == each, kv_len, (part + 1) * span * TILE), mask=written)
-    tl.store(record + 7, tl.where(each > 1, first_slot + part, -1), mask=written)
+    tl.store(record + END, tl.where(part + 1 == each, kv_len, (part + 1) * span * TILE), mask=written)
+    tl.store(record + SLOT, tl.where(each > 1, first_slot + part, -1), mask=written)
     cut = tl.load(offsets + 3 * (requests + 1) + request, mask=known, other=0) + row_tile
     opens = written & known & (each > 1) & (part == 0) & (cut < cuts_size)
     record = cuts + cut * CUT_WORDS
-    tl.store(record, first_token, mask=opens)
-    tl.store(record + 1, row_count, mask=opens)
-    tl.store(record + 2, row_tile * ROWS, mask=opens)
-    tl.store(record + 3, first_slot, mask=opens)
-    tl.store(record + 4, each, mask=opens)
+    tl.store(record + CUT_FIRST_TOKEN, first_token, mask=opens)
+    tl.store(record + CUT_ROW_COUNT, row_count, mask=opens)
+    tl.store(record + CUT_FIRST_ROW, row_tile * ROWS, mask=opens)
+    tl.store(record + CUT_FIRST_SLOT, first_slot, mask=opens)
+    tl.store(record + CUT_COUNT, each, mask=opens)
 
 
 @triton.jit
@@ -234,7 +250,8 @@ def _facts(cache_lengths, query_start_loc, request, requests, tokens, heads):
 
 @triton.jit
 def _choose_span(row_tiles, key_tiles, places, slots, most_pieces, SMALLEST: tl.constexpr):
-    """Tiles of keys of a piece at most: of an even share and what is larger, the one that ends first.
+    """The most tiles of keys that a piece may have: of an even share and what is larger, the one that ends first.
+    Request b has row_tiles[b] tiles of rows, each over key_tiles[b] tiles of keys.
 
     A span that lets all pieces run at once takes as long as its longest piece. One that doesn't takes an even share,
     and at worst a piece more; of such the shortest is best. Uncut rows are the longest span.

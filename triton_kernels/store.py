@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pagedmla.hardware.targets import target_of
 from pagedmla.kv_cache.checks import ceildiv, expect_same_device, expect_tensor, refuse
-from pagedmla.kv_cache.layouts import RowPlanes
+from pagedmla.kv_cache.layouts import ROPE, RowPlanes
 from pagedmla.kv_cache.quantise import sigma_limits
 from pagedmla.triton_kernels.device.fp8 import encode_e4m3
 from pagedmla.triton_kernels.device.requests import find_token_requests
@@ -30,7 +30,8 @@ from pagedmla.triton_kernels.device.saturate import saturate
 from pagedmla.triton_kernels.device.sigma import measure_sigma, pack_sigma, unpack_sigma
 from pagedmla.triton_kernels.launch import launch
 from pagedmla.triton_kernels.planes import (
-    ROPE,
+    MOST_UNROLLED,
+    TOKENS,
     WIDE_DTYPES,
     as_bytes,
     as_int32,
@@ -38,12 +39,8 @@ from pagedmla.triton_kernels.planes import (
     check_table,
     constants,
     group_blocks,
-    is_repeated,
     scale_geometry,
 )
-
-TOKENS = 16
-MOST_UNROLLED: tl.constexpr = tl.constexpr(8)  # scale groups
 
 
 def store(
@@ -62,8 +59,8 @@ def store(
     lookup_table, scales_lookup_table [B, W], cache_lengths [B], query_start_loc [B + 1]: int32 or uint32.
     `power_of_two` rounds measured scales up to one. Without a table of their own the scales follow lookup_table.
     """
-    requests = cache_lengths.shape[0] if cache_lengths.dim() == 1 else -1
-    lengths = as_int32(cache_lengths, "cache_lengths", [requests])
+    lengths = as_int32(cache_lengths, "cache_lengths", [None])
+    requests = lengths.shape[0]
     start_loc = as_int32(query_start_loc, "query_start_loc", [requests + 1])
     check_table(lookup_table, "lookup_table", requests)
     if scales_lookup_table is None or planes.scales_in_value_pages:
@@ -109,7 +106,7 @@ def store_slots(
 
     slot_mapping, scales_slot_mapping [T] int64. Without a mapping of their own the scales follow slot_mapping.
     """
-    tokens = latent.shape[0]
+    tokens = expect_tensor(latent, "latent", [None, planes.latent.shape[2]], WIDE_DTYPES).shape[0]
     expect_tensor(slot_mapping, "slot_mapping", [tokens], [torch.int64])
     if scales_slot_mapping is None or planes.scales_in_value_pages:
         scales_slot_mapping = slot_mapping
@@ -177,7 +174,7 @@ def _constants(planes: RowPlanes, power_of_two: bool) -> dict[str, Any]:
     power_of_two = power_of_two or known["E8M0"]
     floor, ceiling = sigma_limits(scale_dtype, power_of_two=power_of_two)
     known |= {
-        "FIXED_SIGMA": planes.scales is not None and is_repeated(planes.scales),
+        "FIXED_SIGMA": planes.scales_repeated,
         "POWER_OF_TWO": power_of_two,
         "FLOOR": floor,
         "CEILING": ceiling,

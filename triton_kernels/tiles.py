@@ -66,12 +66,12 @@ def choose_tile(
     if known["FP8_LATENT"] and query_dtype == torch.float32:
         refuse("q", "bfloat16 or float16 for an FP8 cache", dtype_name(query_dtype))
     split = latent_mma == "bfloat16" and query_dtype == torch.float16
-    tile_rows = _rows_for(rows, _largest_rows(target, split), target)
+    tile_rows = rows_for(rows, target, split)
     prefetch = known["FP8_LATENT"]
     if prefetch and tile_rows == 64:
         chunk = min(chunk, 128)
     # WGMMA's M is 64 keys of the scores. Narrow chunks leave those to the warps' own MMA ("ptxas 12.8" in the docs).
-    warpgroups = _has_warpgroup_mma(target) and chunk >= _SMALLEST_WGMMA_CHUNK
+    warpgroups = target.warpgroup_mma and chunk >= _SMALLEST_WGMMA_CHUNK
     return Tile(
         ROWS=tile_rows,
         TILE=64 if warpgroups else 32,
@@ -90,11 +90,10 @@ def choose_tile(
             prefetch
             and known["FP8_ROPE"]
             and chunk == known["LATENT"]
-            and not (tile_rows == 16 and _has_warpgroup_mma(target))
+            and not (tile_rows == 16 and target.warpgroup_mma)
         ),
         num_warps=4 if tile_rows == 16 else 8,
-        # A second stage of bf16 keys fits Hopper; Blackwell's build needs a little more than its shared memory for it.
-        num_stages=2 if not prefetch and tile_rows == 16 and target.name == "sm_90" else 1,
+        num_stages=2 if not prefetch and tile_rows == 16 and target.second_stage else 1,
     )
 
 
@@ -111,7 +110,7 @@ def _float32_tile(dequantise: bool, target: Target) -> Tile:
         PRECISION=float32_precision(target),
         DEQUANTISE=dequantise,
         NATIVE_E4M3=target.native_e4m3,
-        HOIST=target.name != "sm_80",  # there it spills thousands of words
+        HOIST=target.hoists_float32,
         PREFETCH=False,
         PREFETCH_ROPE=False,
         num_warps=4,
@@ -119,25 +118,24 @@ def _float32_tile(dequantise: bool, target: Target) -> Tile:
     )
 
 
+def rows_for(rows: int, target: Target, split: bool = False) -> int:
+    """Rows of the tile for requests of `rows` rows: the smallest that holds one, or the largest there is. A larger tile
+    reads each key less often, a smaller one pads less.
+
+    split  queries are bfloat16 in two parts (see `Tile.SPLIT_QUERIES`), which take twice the room
+    """
+    largest = _largest_rows(target, split)
+    sizes = [size for size in ROWS if size <= largest and (size != 32 or target.tiles_of_32)]
+    if rows <= 32:  # two tiles of 16 stand for one of 32
+        sizes = [size for size in sizes if size <= 32]
+    return next((size for size in sizes if rows <= size), sizes[-1])
+
+
 def _largest_rows(target: Target, split: bool) -> int:
-    """Rows of the largest tile that is worth it: on AMD it spills hundreds of words beyond 16, where tiles of 16 cost
-    less. Queries that are `split` in two parts take twice the room."""
-    if target.backend == "hip":
+    if target.backend == "hip":  # larger ones spill hundreds of words, and tiles of 16 cost less
         return 16
     largest = 64 if target.shared_per_block > _ROOMY else 32
-    return largest // 2 if split and not _has_warpgroup_mma(target) else largest
-
-
-def _has_warpgroup_mma(target: Target) -> bool:
-    return target.name in ("sm_90", "sm_100")
-
-
-def _rows_for(rows: int, largest: int, target: Target) -> int:
-    """The smallest tile of rows that holds a request, or the largest there is: a larger tile reads each key less often,
-    a smaller one pads less. On Hopper two tiles of 16 stand for one of 32, which ptxas 12.8 gets wrong (docs)."""
-    if target.name == "sm_90" and 16 < rows <= 32:
-        return 16
-    return next((size for size in ROWS if rows <= size or size == largest), largest)
+    return largest // 2 if split and not target.warpgroup_mma else largest
 
 
 def float32_precision(target: Target) -> str:

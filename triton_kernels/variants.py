@@ -48,7 +48,15 @@ _PAGES, _LAYERS = 1024, 61
 
 @dataclass(frozen=True)
 class Variant:
-    """See pagedmla.triton_kernels.compile.Variant."""
+    """One kernel with everything fixed that the compiler fixes.
+
+    function         "module:name" of the @triton.jit function
+    signature        its arguments in order: "*fp16", "*u8", "i32", "i64", "fp32", or "constexpr" where `constants` says
+    divisible_by_16  arguments that the JIT would find to be multiples of 16
+    rows             of a tile
+    tokens_per_iteration, bytes_per_token   see footprint.report_row; None where a kernel doesn't walk tokens
+    targets          names of those it is meant for
+    """
 
     kernel: str
     layout: str

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagedmla.plugin.commands.misuse import MOST, misuse
+from pagedmla.plugin.commands.misuse import MOST, folder, misuse, once
 
 EXAMPLES = """Examples:
 
@@ -44,7 +44,7 @@ def bench(
     ] = None,
     pictures: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Draw the roofline, time against context, share of floor.", file_okay=False),
+        typer.Option(metavar="DIR", help="Draw the roofline, time against context, share of floor.", parser=folder),
     ] = None,
 ) -> None:
     """Decode, measured: ours beside the peers, right or wrong, fast or slow, in one table. Then models, marked as such.
@@ -55,10 +55,10 @@ def bench(
     """
     from pagedmla.bench import command
 
-    axes = command.Axes(layout, heads, batch, kv_len, q_len, imbalanced)
-    with misuse(ValueError, ImportError, OSError):
+    axes = command.Axes(once(layout), once(heads), once(batch), once(kv_len), once(q_len), imbalanced)
+    with misuse():
         right = command.bench(
-            axes, quick=quick, full=full, growth=growth, executors=executor, seconds=seconds, json_file=json_file,
+            axes, quick=quick, full=full, growth=growth, executors=once(executor), seconds=seconds, json_file=json_file,
             pictures=pictures,
         )  # fmt: skip
     raise typer.Exit(0 if right else 1)

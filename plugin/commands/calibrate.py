@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pagedmla.plugin.commands.misuse import misuse
+from pagedmla.plugin.commands.misuse import misuse, told_as_misuse
 
 EXAMPLES = """Examples:
 
@@ -52,7 +52,7 @@ def calibrate(
 
     from pagedmla.plugin import calibrate as calibration
 
-    with misuse(ValueError, ImportError, OSError, RuntimeError):
+    with misuse(calibration.EngineFailure):
         read = calibration.read_text(text)
         calibration.check_targets(model, scales, json_file, picture)
         found = calibration.calibrate(
@@ -72,7 +72,7 @@ def calibrate(
         try:
             if target is not None:
                 write(found, target)
-        except (ValueError, ImportError, OSError, RuntimeError) as error:  # the others are written all the same
+        except told_as_misuse() as error:  # the others are written all the same
             failed.append(str(error))
     if failed:
         raise typer.BadParameter("; ".join(failed))

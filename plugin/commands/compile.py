@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pagedmla.plugin.commands.misuse import misuse
+from pagedmla.plugin.commands.misuse import folder, misuse, once
 
 EXAMPLES = """Examples:
 
@@ -50,7 +50,7 @@ def compile_kernels(
         list[str] | None, typer.Option(metavar="LAYOUT", help="Of the cache: {layouts}; again for more. Default: all.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep binaries here, and Triton's listings.", file_okay=False)
+        Path | None, typer.Option(metavar="DIR", help="Keep binaries here, and Triton's listings.", parser=folder)
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.", dir_okay=False)
@@ -63,6 +63,6 @@ def compile_kernels(
     from pagedmla.plugin.compile_report import compile_cutlass, compile_triton
 
     build = compile_cutlass if executor is CompiledExecutor.cutlass else compile_triton
-    with misuse(ValueError, ImportError, OSError, RuntimeError):
-        rows = build(target, only, layout, out, json_file)
+    with misuse(RuntimeError):  # the compiler's process broke off
+        rows = build(once(target), once(only), once(layout), out, json_file)
     raise typer.Exit(1 if any("refused" in row for row in rows) else 0)

@@ -19,6 +19,22 @@ EXAMPLES = """Examples:
 """
 
 
+_OPTIONS = {
+    "layout": "--layout",
+    "granularity": "--granularity",
+    "latent": "--latent",
+    "rope": "--rope",
+    "num_heads": "--heads",
+    "page_size": "--page-size",
+    "max_batch": "--batch",
+    "max_tokens": "--tokens",
+    "max_cache_length": "--max-length",
+    "num_partitions": "--partitions",
+    "executor": "--executor",
+    "precision": "--precision",
+}  # of the arguments of the API
+
+
 def explain(
     layout: Annotated[str, typer.Option(help="Of the cache: {layouts}.")] = "fp8_rope_bf16",
     granularity: Annotated[int | None, typer.Option(max=MOST, help="fp8_flat: columns that share a scale.")] = None,
@@ -48,15 +64,15 @@ def explain(
     import torch
 
     from pagedmla.kv_cache.layouts import get_layout
-    from pagedmla.plugin.plan import outline
+    from pagedmla.plugin.plan import expect_device, plan
 
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype not in dtypes:
         raise typer.BadParameter(f"expected one of {', '.join(dtypes)}; got {dtype}", param_hint="--dtype")
-    with misuse(ValueError, RuntimeError, option="--device"):
-        note = _absent_gpu(torch.device(device))
-    with misuse(ValueError, TypeError, RuntimeError):
-        made = outline(
+    with misuse(option="--device"):
+        note = _absent_gpu(expect_device(device))
+    with misuse(options=_OPTIONS):
+        made = plan(
             layout=get_layout(layout, latent=latent, rope=rope, granularity=granularity),
             num_heads=heads,
             page_size=page_size,
@@ -69,10 +85,14 @@ def explain(
             num_partitions=partitions,
             executor=executor,
             precision=precision,
+            reserve=False,
         )
     if note is not None:
         typer.echo(note)
     typer.echo(made.explain())
+    taken = made.attend_choice.executor.name
+    if precision != "auto" and not taken.startswith("cutlass"):
+        typer.echo(f"  precision {precision} is the CUTLASS kernels' to take: {taken} computes as it always does")
 
 
 def _absent_gpu(device: torch.device) -> str | None:
@@ -80,6 +100,7 @@ def _absent_gpu(device: torch.device) -> str | None:
     none has, where there are some."""
     import torch
 
+    from pagedmla.kv_cache.checks import Refusal
     from pagedmla.plugin.executor_triton import multiprocessors
 
     if device.type != "cuda":
@@ -91,5 +112,5 @@ def _absent_gpu(device: torch.device) -> str | None:
             "multiprocessors; ask again on a machine with the card that you mean"
         )
     if (device.index or 0) >= count:
-        raise ValueError(f"expected a GPU of this machine, cuda:0 to cuda:{count - 1}; got {device}")
+        raise Refusal(f"expected a GPU of this machine, cuda:0 to cuda:{count - 1}; got {device}")
     return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagedmla.plugin.commands.misuse import misuse
+from pagedmla.plugin.terminal import printable
 
 if TYPE_CHECKING:
     from pagedmla.kv_cache.cache_report import CacheReport
@@ -39,7 +40,8 @@ def inspect(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="An earlier cache of the same requests, or its report as JSON.",
+            help="An earlier cache of the same requests, or its report as JSON: whatever its name. "
+            "A pipe may bring a report.",
             exists=True,
             dir_okay=False,
         ),
@@ -50,14 +52,15 @@ def inspect(
 ) -> None:
     """Who owns which page of a saved cache, how healthy its scales are, and what is wrong.
 
-    Exit code 0: no problems (warnings don't count); 1: problems were found; 2: wrong usage.
+    Exit code 0: no problems (warnings don't count); 1: problems were found; 2: wrong usage; 74: the report couldn't be
+    written; 141: its reader left early.
     """
     if picture is not None:
         from pagedmla.plugin.pictures import expect_picture
 
-        with misuse(ValueError, ImportError, OSError, option="--picture"):
+        with misuse(option="--picture"):
             expect_picture(picture)
-    with misuse(ValueError, TypeError, IndexError, OSError):
+    with misuse():
         earlier = None if before is None else _read_report(before, layer)
         report = _inspect_file(file, layer, earlier)
     if as_json:
@@ -69,7 +72,10 @@ def inspect(
     if picture is not None:
         from pagedmla.plugin.page_picture import to_picture
 
-        to_picture(report, picture)
+        with misuse(ValueError, option="--picture"):  # of a picture that is too large
+            to_picture(report, picture)
+        if not as_json:
+            typer.echo(f"Wrote {printable(str(picture))}")
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -89,12 +95,19 @@ def _inspect_file(file: Path, layers: list[int] | None, before: CacheReport | No
 
 
 def _read_report(file: Path, layers: list[int] | None) -> CacheReport:
-    """The report in a JSON file, or on the cache in any other."""
+    """The report that a file holds as JSON, whatever its name; or the one on the cache in any other."""
     from pagedmla.kv_cache.cache_report import CacheReport
+    from pagedmla.kv_cache.checks import Refusal
 
-    if file.suffix != ".json":
-        return _inspect_file(file, layers)
+    with file.open("rb") as opened:
+        content = opened.read(1)
+        if content in (b"{", b"[", b" ", b"\n", b"\r", b"\t"):
+            content += opened.read()
+        elif file.is_fifo():
+            raise Refusal(f"{file}: expected a report from a pipe, as `pagedmla inspect --json` prints; got none.")
+        else:
+            return _inspect_file(file, layers)
     try:
-        return CacheReport.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: expected a report written by `pagedmla inspect --json`.") from error
+        return CacheReport.from_dict(json.loads(content))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise Refusal(f"{file}: expected a report written by `pagedmla inspect --json`.") from error

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pagedmla.adapters.rows import Rows, first_rows
 from pagedmla.adapters.sglang import Lengths, StepBuffers
-from pagedmla.kv_cache.checks import refuse
+from pagedmla.kv_cache.checks import Refusal, refuse
 from pagedmla.plugin.bound import BoundRows
 from pagedmla.plugin.dense import SWITCH, DenseCalls, DensePrompts
 from pagedmla.plugin.plan import Plan
@@ -50,10 +50,10 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
         self.max_context_len = int(runner.req_to_token_pool.req_to_token.shape[1])
         self.dense = rule_of(runner.model_config, _heads_of(runner))
         self.layers = _layers_of(runner, self.max_context_len, self.dense) if layers is None else layers
-        self.forward_metadata: Step | None = None
+        self.forward_metadata: BoundStep | None = None
         self._ahead = -1 if draft_step is None else draft_step
         self._graph: StepBuffers | None = None
-        self._captured: dict[tuple[int, int | None, int], Step] = {}
+        self._captured: dict[tuple[int, int | None, int], BoundStep] = {}
         self._projecting: dict[int, Any] = {}  # by layer: DeepSeek's attention, of those that went the dense way
 
     # -- once a step, before it is made
@@ -95,7 +95,7 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
         lengths, keys, requests = self._lengths(forward_batch), self._longest(forward_batch), forward_batch.batch_size
         self.layers.grow(requests, lengths.tokens(requests))
         rows = self._buffers(requests, keys).write(*_requests(forward_batch), lengths, keys)
-        self.forward_metadata = Step(rows, _prompts_of(forward_batch))
+        self.forward_metadata = BoundStep(rows, _prompts_of(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._graph = self._buffers(max_bs, self.max_context_len)
@@ -117,7 +117,7 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
         rows = self._graph.write(*_requests(forward_batch), lengths, self.max_context_len)
         key = forward_batch.batch_size, lengths.width, lengths.ahead
         if in_capture or key not in self._captured:
-            self._captured[key] = Step(rows)
+            self._captured[key] = BoundStep(rows)
         self.forward_metadata = self._captured[key]
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -137,7 +137,7 @@ class PagedMLAAttnBackend(AttentionBackend):  # type: ignore[misc] # sglang is n
             refuse_verify(forward_batch.spec_info)
             return Lengths(forward_batch.spec_info.draft_token_num, 0)
         if mode.is_dllm_extend():
-            raise ValueError(f"{BACKEND}: expected causal attention; got a step of a diffusion model ({mode.name})")
+            raise Refusal(f"{BACKEND}: expected causal attention; got a step of a diffusion model ({mode.name})")
         if mode.is_draft_extend_v2() and (in_graph or forward_batch.extend_seq_lens_cpu is None):
             width = forward_batch.out_cache_loc.shape[0] // forward_batch.batch_size
             return Lengths(width, -width)
@@ -259,7 +259,7 @@ class Prompts(NamedTuple):
     queries: list[int]
 
 
-class Step:
+class BoundStep:
     """The rows of a step, bound once for all layers that share a plan."""
 
     def __init__(self, rows: Rows, prompts: Prompts | None = None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode, build_inner_fb_view
 
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.plugin.sglang.backend import PagedMLAAttnBackend
 from pagedmla.plugin.sglang.settings import BACKEND
 
@@ -17,7 +18,7 @@ class PagedMLAMultiStepDraftBackend:
 
     def __init__(self, runner: Any, topk: int, speculative_num_steps: int) -> None:
         if topk != 1:
-            raise ValueError(f"{BACKEND}: expected a chain of drafts (--speculative-eagle-topk 1); got {topk}")
+            raise Refusal(f"{BACKEND}: expected a chain of drafts (--speculative-eagle-topk 1); got {topk}")
         self.topk, self.speculative_num_steps = topk, speculative_num_steps
         self.kv_index_translator = getattr(runner, "kv_index_translator", None)
         first = PagedMLAAttnBackend(runner, draft_step=0)

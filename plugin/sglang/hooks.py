@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.plugin.sglang.settings import BACKEND, CACHE_SWITCH, asks_for_our_pool
 
 POOL_CLASS = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
@@ -55,11 +56,11 @@ def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, d
     from pagedmla.plugin.sglang.pool import PagedMLATokenToKVPool
 
     if chosen is not MLATokenToKVPool:
-        raise ValueError(
+        raise Refusal(
             f"{CACHE_SWITCH}: expected SGLang's own MLATokenToKVPool to take the place of; got {chosen.__name__}"
         )
     if configurator.kv_cache_dtype != torch.float8_e4m3fn:
-        raise ValueError(
+        raise Refusal(
             f"{CACHE_SWITCH}=fp8_rope_bf16: expected --kv-cache-dtype fp8_e4m3 beside it; "
             f"got {configurator.kv_cache_dtype}"
         )

@@ -11,11 +11,12 @@ from torch import Tensor
 
 import pagedmla
 from pagedmla.adapters.sglang import layer_pools, layout_of
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat
 from pagedmla.plugin.bound import BoundLayer, Stores
 from pagedmla.plugin.dense import DenseCalls
 from pagedmla.plugin.plan import Plan
-from pagedmla.plugin.sglang.pool import PagedMLATokenToKVPool
+from pagedmla.plugin.sglang.pool import PagedMLATokenToKVPool, wait_for
 from pagedmla.plugin.sglang.refusals import refuse_layer
 from pagedmla.plugin.sglang.settings import CACHE_SWITCH
 
@@ -98,15 +99,13 @@ class Layers:
 
     def wait(self, layer: Any) -> None:
         """Until the host cache has brought the layer's pages back."""
-        counter = self.pool.layer_transfer_counter
-        if counter is not None:
-            counter.wait_until(layer.layer_id - self.pool.start_layer)
+        wait_for(self.pool, layer.layer_id)
 
     def _k_scale(self, layer: Any, device: torch.device) -> Tensor:
         """The layer's scale, by which rows are divided when they are written and multiplied when they are read."""
         number = layer.k_scale_float
         if number is not None and not 0.0 < number < math.inf:
-            raise ValueError(f"layer {layer.layer_id}: expected a finite k_scale > 0; got {number}")
+            raise Refusal(f"layer {layer.layer_id}: expected a finite k_scale > 0; got {number}")
         if layer.k_scale is not None:
             given: Tensor = layer.k_scale
             return given.detach().reshape(-1).to(device, torch.float32)

@@ -20,6 +20,7 @@ from torch import Tensor
 import pagedmla
 from pagedmla.adapters.rows import store_values
 from pagedmla.adapters.sglang import layer_pools, slot_bytes, split_slots
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 from pagedmla.plugin.sglang.settings import BACKEND
 
@@ -33,9 +34,9 @@ class PagedMLATokenToKVPool(MLATokenToKVPool):  # type: ignore[misc] # sglang is
 
     def _create_buffers(self) -> None:
         if self.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"a pool of {LAYOUT}: expected dtype float8_e4m3fn; got {self.dtype}")
+            raise Refusal(f"a pool of {LAYOUT}: expected dtype float8_e4m3fn; got {self.dtype}")
         if self.use_dsa:
-            raise ValueError(f"a pool of {LAYOUT}: expected dense MLA; got a model with sparse attention (use_dsa)")
+            raise Refusal(f"a pool of {LAYOUT}: expected dense MLA; got a model with sparse attention (use_dsa)")
         self.layout = get_layout(LAYOUT, latent=self.kv_lora_rank, rope=self.qk_rope_head_dim)
         self.kv_cache_dim = slot_bytes(self.layout)
         super()._create_buffers()
@@ -71,7 +72,7 @@ class PagedMLATokenToKVPool(MLATokenToKVPool):  # type: ignore[misc] # sglang is
 
     def get_mla_kv_buffer(self, layer: Any, loc: Tensor, dst_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Latents `[T, 1, latent]` and ropes `[T, 1, rope]` of slots, dequantised; bfloat16 where no dtype is asked."""
-        self._wait(layer.layer_id)
+        wait_for(self, layer.layer_id)
         rows, sigmas = split_slots(self.kv_buffer[layer.layer_id - self.start_layer][loc], self.layout)
         read = self.layout.dequantize(rows, sigmas).to(dst_dtype or torch.bfloat16).unsqueeze(1)
         return read[..., : self.kv_lora_rank].contiguous(), read[..., self.kv_lora_rank :].contiguous()
@@ -80,14 +81,15 @@ class PagedMLATokenToKVPool(MLATokenToKVPool):  # type: ignore[misc] # sglang is
         return self.kv_buffer[0].shape, self.kv_buffer[0].shape
 
     def get_key_buffer(self, layer_id: int) -> NoReturn:
-        raise ValueError(
+        raise Refusal(
             f"a pool of {LAYOUT}: expected a reader that knows its rows of {self.kv_cache_dim} bytes; got another "
             f"attention backend. Set --attention-backend {BACKEND} for prefill, decode and drafts."
         )
 
     get_value_buffer = get_key_buffer
 
-    def _wait(self, layer_id: int) -> None:
-        """Until the host cache has brought the layer back."""
-        if self.layer_transfer_counter is not None:
-            self.layer_transfer_counter.wait_until(layer_id - self.start_layer)
+
+def wait_for(pool: Any, layer_id: int) -> None:
+    """Until the host cache has brought a layer of a pool, the engine's or ours, back."""
+    if pool.layer_transfer_counter is not None:
+        pool.layer_transfer_counter.wait_until(layer_id - pool.start_layer)

@@ -13,6 +13,8 @@ import torch
 import vllm
 
 from pagedmla.adapters.vllm import CACHE_DTYPES, check_version
+from pagedmla.kv_cache.checks import Refusal
+from pagedmla.kv_cache.layouts import LATENTS, ROPE
 
 check_version(vllm.__version__)  # before the imports below fail in a way that only we understand
 
@@ -21,7 +23,7 @@ from vllm.v1.attention.backend import MultipleOf  # noqa: E402
 
 from pagedmla.plugin.vllm import cache_dtypes  # noqa: E402
 
-HEAD_SIZES = (576, 320)  # latent 512 or 256, rope 64
+HEAD_SIZES = tuple(latent + ROPE for latent in LATENTS)
 PAGE_MULTIPLE = 16
 PAGE_SIZE_SWITCH = "PAGEDMLA_PAGE_SIZE"
 
@@ -89,8 +91,8 @@ class PagedMLABackend(MLACommonBackend):  # type: ignore[misc] # vllm is not the
         if not use_mla:
             return "pagedmla serves MLA models; this one has another kind of attention: leave --attention-backend out"
         if head_size not in HEAD_SIZES:
-            sizes = " or ".join(map(str, HEAD_SIZES))
-            return f"pagedmla serves head sizes {sizes} (latent 512 or 256, rope 64); this model has {head_size}"
+            sizes, latents = (" or ".join(map(str, numbers)) for numbers in (HEAD_SIZES, LATENTS))
+            return f"pagedmla serves head sizes {sizes} (latent {latents}, rope {ROPE}); this model has {head_size}"
         if dtype not in cls.supported_dtypes:
             return f"pagedmla serves models in bfloat16, float16 and float32; this one is in {dtype}"
         if kv_cache_dtype is not None and kv_cache_dtype not in CACHE_DTYPES:
@@ -108,5 +110,5 @@ def page_size() -> int | None:
     if not setting:
         return None
     if not setting.isdecimal() or int(setting) < PAGE_MULTIPLE or int(setting) % PAGE_MULTIPLE:
-        raise ValueError(f"{PAGE_SIZE_SWITCH}: expected a multiple of {PAGE_MULTIPLE}; got {setting!r}")
+        raise Refusal(f"{PAGE_SIZE_SWITCH}: expected a multiple of {PAGE_MULTIPLE}; got {setting!r}")
     return int(setting)

@@ -30,12 +30,13 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 import pagedmla
 from pagedmla.adapters.rows import first_rows, step_rows
-from pagedmla.adapters.vllm import layout_of, write_cache_lengths
+from pagedmla.adapters.vllm import CacheLengths, layout_of
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.kv_cache.layouts import CacheLayout, Fp8Flat
 from pagedmla.plugin import dense
 from pagedmla.plugin.bound import BoundRows, Stores
 from pagedmla.plugin.dense import DenseCalls, DensePrompts
-from pagedmla.plugin.vllm.cache_dtypes import ROPE_COLUMNS
+from pagedmla.plugin.plan import Plan
 from pagedmla.plugin.vllm.choices import choices_line
 from pagedmla.plugin.vllm.scales import load_scales
 
@@ -66,12 +67,12 @@ class PagedMLABuilder(MLACommonMetadataBuilder[PagedMLAMetadata]):  # type: igno
         self._longest_decode = self.reorder_batch_threshold
         self.layout = _layout_of(layers[0], vllm_config.model_config.dtype)
         if self.dcp_world_size > 1 and self.layout.quantised and not isinstance(self.layout, Fp8Flat):
-            raise ValueError(
+            raise Refusal(
                 f"decode context parallelism: expected --kv-cache-dtype auto or fp8, whose pages the engine's own "
                 f"prompt attention gathers across ranks; got {layers[0].kv_cache_dtype}"
             )
         # Everything that a kernel needs beside a step is made here, before the engine locks its own workspace.
-        self._cache_lengths = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
+        self._cache_lengths = CacheLengths(limits.max_num_seqs, device)
         self.plan = pagedmla.plan(
             layout=self.layout,
             num_heads=layers[0].num_heads * self.dcp_world_size,  # decode gathers the heads of all ranks
@@ -106,10 +107,21 @@ class PagedMLABuilder(MLACommonMetadataBuilder[PagedMLAMetadata]):  # type: igno
         logger.info_once(choices_line(self.plan, len(layers), least, self._dense_calls))
         logger.debug_once(self.plan.explain())
 
+    @classmethod
+    def for_measuring(cls, plan: Plan, engine: dict[str, Any]) -> PagedMLABuilder:
+        """One that builds steps of decode rows for `plan`, without an engine: `engine` are the attributes of the
+        engine's part that its `build` reads."""
+        made = cls.__new__(cls)
+        for name, value in engine.items():
+            setattr(made, name, value)
+        made.plan = plan
+        made._cache_lengths = CacheLengths(plan.max_batch, plan.device)
+        return made
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedMLAMetadata:
         step = common_attn_metadata
         if step.causal is not True:
-            raise ValueError("pagedmla: expected causal attention; got a step with causal=False (a non-causal drafter)")
+            raise Refusal("pagedmla: expected causal attention; got a step with causal=False (a non-causal drafter)")
         if self.dcp_world_size > 1:
             return self._build_sharded(common_prefix_len, step, fast_build)
         short, long, short_tokens, _ = split_decodes_and_prefills(step, decode_threshold=self.reorder_batch_threshold)
@@ -190,7 +202,7 @@ class PagedMLABuilder(MLACommonMetadataBuilder[PagedMLAMetadata]):  # type: igno
         """The first requests of the step, as many as `seq_lens [B]` has, of at most `longest` query tokens each."""
         starts = first_rows(step.query_start_loc, seq_lens.shape[0] + 1)
         rows = step_rows(
-            write_cache_lengths(seq_lens, starts, self._cache_lengths, longest),
+            self._cache_lengths.write(seq_lens, starts, longest),
             step.block_table_tensor,
             starts,
             num_tokens=tokens,
@@ -209,4 +221,4 @@ def _decode_metadata(step: Any, requests: int) -> MLACommonDecodeMetadata:
 
 
 def _layout_of(layer: Any, model_dtype: torch.dtype) -> CacheLayout:
-    return layout_of(layer.kv_cache_dtype, model_dtype, latent=layer.kv_lora_rank, rope=ROPE_COLUMNS)
+    return layout_of(layer.kv_cache_dtype, model_dtype, latent=layer.kv_lora_rank)

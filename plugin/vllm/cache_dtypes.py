@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from pagedmla.adapters.vllm import CACHE_DTYPES, layout_of, row_bytes
+from pagedmla.kv_cache.layouts import ROPE
 
 OWN_DTYPE = "fp8_rope_bf16"
-ROPE_COLUMNS = 64
 
 
 def register_cache_dtype() -> None:
@@ -60,5 +60,5 @@ def sized_spec(spec: Any) -> Any:
     name = spec.cache_dtype_str
     if name not in CACHE_DTYPES or CACHE_DTYPES[name] != OWN_DTYPE:
         return spec
-    layout = layout_of(name, spec.dtype, latent=spec.head_size - ROPE_COLUMNS, rope=ROPE_COLUMNS)
+    layout = layout_of(name, spec.dtype, latent=spec.head_size - ROPE)
     return replace(spec, state_content_bytes=row_bytes(layout))

@@ -11,6 +11,8 @@ from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
 
+from pagedmla.kv_cache.checks import Refusal
+
 DEFAULT_BLOCK_SIZE = 64
 STOCK_BLOCK_SIZE = 16  # of vLLM's own MLA backend here
 
@@ -30,7 +32,7 @@ class PagedMLACpuPlatform(CpuPlatform):  # type: ignore[misc] # vllm is not ther
         except ImportError as error:
             reasons = [str(error)]
         if reasons:
-            raise ValueError(f"{selected_backend.name} can't serve this configuration: {'; '.join(reasons)}")
+            raise Refusal(f"{selected_backend.name} can't serve this configuration: {'; '.join(reasons)}")
         return str(selected_backend.get_path())
 
     @classmethod
@@ -59,7 +61,7 @@ def _refuse_what_the_stock_backend_misreads(asked: Any) -> None:
     unquantised = asked.kv_cache_dtype in (None, "auto", "bfloat16", "float16")
     if unquantised and asked.block_size in (None, STOCK_BLOCK_SIZE):
         return
-    raise ValueError(
+    raise Refusal(
         f"no attention backend is chosen for a layer with --kv-cache-dtype {asked.kv_cache_dtype} and --block-size "
         f"{asked.block_size}, which vLLM's own for the CPU can't serve. Draft layers don't follow --attention-backend: "
         f'add "attention_backend": "CUSTOM" to --speculative-config'

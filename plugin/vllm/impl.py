@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 
 from pagedmla.adapters.vllm import layer_pools
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.kv_cache.layouts import Fp8Flat
 from pagedmla.plugin.bound import BoundLayer, Stores
 from pagedmla.plugin.plan import Plan
@@ -27,11 +28,17 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
     supports_dcp = True
     supports_pcp = False
 
+    # The builder's, by `bind`, before the first step.
+    _name: str
+    _layer: Any
+    _plan: Plan
+    _stores: Stores
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.supports_quant_query_input = False  # queries stay in the model's dtype
-        self._bound: BoundLayer | None = None
-        self._cache_key: tuple[Any, ...] | None = None
+        # Made for this memory; one attribute, written once, since micro-batches run in threads of their own.
+        self._bound: tuple[tuple[Any, ...], BoundLayer] | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False  # outputs are written in the model's dtype
@@ -40,13 +47,13 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
         """From the builder, once weights are loaded: the layer, its name, and what it shares with its kind."""
         for projection in ("W_UK_T", "W_UV"):
             if getattr(layer, projection, None) is None:
-                raise ValueError(
+                raise Refusal(
                     f"{name}: expected {projection} of an MLA layer in the model's dtype; got none (the engine keeps "
                     f"quantised projections for kernels of its own here: turn those off)"
                 )
         scale = layer._k_scale_float
         if not 0.0 < scale < float("inf"):
-            raise ValueError(f"{name}: expected a finite k_scale > 0; got {scale}")
+            raise Refusal(f"{name}: expected a finite k_scale > 0; got {scale}")
         self._name, self._layer, self._plan, self._stores = name, layer, plan, stores
 
     def do_kv_cache_update(
@@ -64,8 +71,8 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
         slots = slot_mapping.flatten()
         tokens = slots.shape[0]
         latent, rope = kv_c_normed[:tokens], k_pe[:tokens].flatten(1)
-        if recorder.recorder is not None:
-            recorder.recorder.add(self._name, latent, rope, slots)
+        if recorder.active is not None:
+            recorder.active.add(self._name, latent, rope, slots)
         self._layer_of(kv_cache, k_scale).store(latent, rope, slots)
         count(self._name, "store", self._plan.store_choice.executor.name)
 
@@ -114,10 +121,10 @@ class PagedMLAImpl(MLACommonImpl[PagedMLAMetadata]):  # type: ignore[misc] # vll
     def _layer_of(self, cache: Tensor, k_scale: Tensor) -> BoundLayer:
         """The layer's cache, bound anew only where the engine hands over other memory."""
         key = (cache.data_ptr(), cache.shape, cache.stride(), k_scale.data_ptr())
-        if self._bound is None or self._cache_key != key:
+        bound = self._bound
+        if bound is None or bound[0] != key:
             pools = layer_pools(cache, self._plan.layout, k_scale)
-            self._bound = BoundLayer(self._name, pools, self._plan, self._stores)
-            self._cache_key = key
+            self._bound = bound = key, BoundLayer(self._name, pools, self._plan, self._stores)
             scale = f", k_scale {self._layer._k_scale_float:.9g}" if isinstance(self._plan.layout, Fp8Flat) else ""
             describe_layer(self._name, f"{self._plan}{scale}", cache)
-        return self._bound
+        return bound[1]

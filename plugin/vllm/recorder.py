@@ -40,7 +40,7 @@ class Recorder:
         return {layer: (torch.cat(latents), torch.cat(ropes)) for layer, (latents, ropes) in columns.items()}
 
 
-recorder: Recorder | None = None  # of this process
+active: Recorder | None = None  # of this process
 
 
 class RecordsExtension(CountsExtension):
@@ -48,13 +48,13 @@ class RecordsExtension(CountsExtension):
 
     def pagedmla_record(self, most_tokens: int) -> None:
         """Keep what is stored from now on."""
-        global recorder
-        recorder = Recorder(most_tokens)
+        global active
+        active = Recorder(most_tokens)
 
     def pagedmla_recorded(self, margin: float = 1.0) -> dict[str, dict[str, Any]]:
         """`LayerStatistics.to_dict()` of each layer of this worker that stored anything; recording ends."""
-        global recorder
-        recorded, recorder = recorder, None
+        global active
+        recorded, active = active, None
         if recorded is None:
             raise RuntimeError("pagedmla_recorded: expected pagedmla_record before it; nothing was recorded")
         return {

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.plugin.checkpoint_scales import read_scales
 
 _LAYER = re.compile(r"(?:(.*)\.)?layers\.(\d+)\.")
@@ -34,7 +35,7 @@ def load_scales(model: str, layers: Iterable[tuple[str, Any]]) -> int:
         if prefix not in prefixes:
             if len(prefixes) > 1:
                 known = ", ".join(f"{each}.layers" for each in sorted(prefixes))
-                raise ValueError(f"{name}: expected its k_scale under its own name in {model}; got some of {known}")
+                raise Refusal(f"{name}: expected its k_scale under its own name in {model}; got some of {known}")
             (prefix,) = prefixes
         scale = scales.get((prefix, number))
         if scale is not None:

@@ -312,6 +312,16 @@ def test_the_producers_strides_are_back_when_torch_refuses(monkeypatch: pytest.M
     assert struct.strides[:2] == [32, 1]
 
 
+def test_other_users_of_the_c_api_keep_their_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each exchange set argument types on functions of ctypes.pythonapi, which are one object for the whole process:
+    whoever had declared them otherwise, or called them from another thread, got a wrong answer."""
+    declared = ctypes.pythonapi.PyCapsule_GetName
+    monkeypatch.setattr(declared, "restype", ctypes.c_void_p)
+    monkeypatch.setattr(declared, "argtypes", [ctypes.c_void_p])
+    assert dlpack.shared(torch.arange(3), "pages").tolist() == [0, 1, 2]
+    assert (declared.restype, list(declared.argtypes)) == (ctypes.c_void_p, [ctypes.c_void_p])
+
+
 # -- several devices
 
 

@@ -7,13 +7,16 @@ captured graph is padding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pagedmla
 from pagedmla.adapters.rows import LayerPools, Rows, step_rows, store_values
-from pagedmla.adapters.vllm import CACHE_DTYPES, check_version, layer_pools, layout_of, row_bytes, write_cache_lengths
+from pagedmla.adapters.vllm import CACHE_DTYPES, CacheLengths, check_version, layer_pools, layout_of, row_bytes
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 
 BLOCKS, P = 7, 16
@@ -33,7 +36,7 @@ def layer_cache(layout: CacheLayout, layer: int = 0, layers: int = 1, poison: in
 
 
 def rows_of(starts: Tensor, seq_lens: Tensor, table: Tensor, tokens: int | None = None) -> Rows:
-    lengths = write_cache_lengths(seq_lens, starts, torch.zeros(8, dtype=torch.int32))
+    lengths = CacheLengths(8, "cpu").write(seq_lens, starts)
     return step_rows(
         lengths,
         table,
@@ -164,24 +167,42 @@ def test_caches_that_are_not_of_the_layout(name: str, cache: Tensor, scale: Tens
 
 def test_cache_lengths_in_a_buffer_that_stays() -> None:
     """A decode row, a chunk, a new prompt, the padding of a graph, and padding that still has a query token."""
-    buffer = torch.full((8,), 99, dtype=torch.int32)
-    lengths = write_cache_lengths(int32(8, 40, 6, 0, 0), int32(0, 1, 27, 33, 33, 34), buffer)
+    buffer = CacheLengths(8, "cpu")
+    whole = buffer.write(int32(*[99] * 8), int32(*[0] * 9))
+    lengths = buffer.write(int32(8, 40, 6, 0, 0), int32(0, 1, 27, 33, 33, 34))
     assert lengths.tolist() == [7, 14, 0, 0, -1]
-    assert lengths.data_ptr() == buffer.data_ptr()
-    assert buffer[5:].tolist() == [99, 99, 99]
+    assert lengths.data_ptr() == whole.data_ptr()
+    assert whole[5:].tolist() == [99, 99, 99]
 
 
 def test_cache_lengths_of_single_token_steps() -> None:
     """One operation serves; the padding of a graph, without a query token, becomes -1 and stays empty."""
-    buffer = torch.zeros(4, dtype=torch.int32)
-    lengths = write_cache_lengths(int32(8, 1, 0), int32(0, 1, 2, 2), buffer, max_query_length=1)
+    buffer = CacheLengths(4, "cpu")
+    lengths = buffer.write(int32(8, 1, 0), int32(0, 1, 2, 2), max_query_length=1)
     assert lengths.tolist() == [7, 0, -1]
-    assert lengths.data_ptr() == buffer.data_ptr()
+    assert lengths.data_ptr() == buffer.write(int32(8, 1, 0), int32(0, 1, 2, 2)).data_ptr()
+
+
+def test_a_step_makes_no_tensor_that_outlives_it() -> None:
+    """A captured graph would have replayed with ones of another step's: they came from a cache of up to 1,024 device
+    tensors, and one first made inside a capture holds only what its replay fills."""
+    buffer = CacheLengths(4, "cpu")
+    made = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seq_lens, starts = int32(8, 1, 0), int32(0, 1, 2, 2)
+    with Recorder():
+        buffer.write(seq_lens, starts, max_query_length=1)
+    assert made == ["aten.slice.Tensor", "aten.sub.out"]
 
 
 def test_too_many_requests_for_the_buffer() -> None:
-    with pytest.raises(ValueError, match=r"cache_lengths: expected a buffer of at least 2 requests; got \[1\] int32"):
-        write_cache_lengths(int32(1, 1), int32(0, 1, 2), torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"seq_lens: expected at most 1 requests; got \[2\] int32"):
+        CacheLengths(1, "cpu").write(int32(1, 1), int32(0, 1, 2))
 
 
 def test_tables_are_the_engines_memory() -> None:

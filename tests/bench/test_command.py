@@ -20,11 +20,11 @@ from pagedmla.bench.cases import FLAGSHIP, Case
 from pagedmla.bench.command import Axes, bench
 from pagedmla.bench.rows import make_row
 from pagedmla.bench.run import Bench
-from pagedmla.hardware.cost import Gpu, StepCost
+from pagedmla.hardware.cost import Roof, StepCost
 from pagedmla.plugin.cli import app
 
 CPU = torch.device("cpu")
-ROOF = Gpu("this CPU", 0.01, 0.1, 0.1)
+ROOF = Roof("this CPU", 0.01, 0.1, 0.1)
 TINY = Axes([FLAGSHIP, "bf16"], heads=[2], batches=[2], kv_lens=[5, 70])
 
 
@@ -124,7 +124,7 @@ def test_a_terminal_of_80_columns_keeps_who_was_right_and_how_fast() -> None:
     cost = StepCost(1000, 1000)
     row = make_row(
         Case(FLAGSHIP, 16, 128, 131072), cost, 1234567.8, source="measured", device="CPU", contender="pagedmla torch",
-        reads=FLAGSHIP, roof=ROOF, fp8_mma=True, relative_l2=1e-3, tolerance=4e-3,
+        ours=True, reads=FLAGSHIP, roof=ROOF, fp8_mma=True, relative_l2=1e-3, tolerance=4e-3,
     )  # fmt: skip
     console.print(table.case_table([row], "measured", console.width))
     for phrase in ("pagedmla torch", "yes", "1.0e-03", "1,234,567.8"):
@@ -134,8 +134,8 @@ def test_a_terminal_of_80_columns_keeps_who_was_right_and_how_fast() -> None:
 def test_pictures_refuse_to_mix(tmp_path: Path) -> None:
     cost = StepCost(1000, 1000)
     rows = [
-        make_row(Case(FLAGSHIP, 16, 1, 64), cost, 1.0, source=source, device=device, contender="a", reads="bf16",
-                 roof=ROOF, fp8_mma=True)
+        make_row(Case(FLAGSHIP, 16, 1, 64), cost, 1.0, source=source, device=device, contender="a", ours=False,
+                 reads="bf16", roof=ROOF, fp8_mma=True)
         for source, device in (("measured", "CPU"), ("model", "H200"))
     ]  # fmt: skip
     with pytest.raises(ValueError, match="measured and model"):
@@ -411,6 +411,32 @@ def test_what_make_gpu_runs(
         with pytest.raises(SystemExit, match="2"):
             hopper.main()
         assert "no CUDA device to measure on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [("NVIDIA H200", "gpu-h200"), ("NVIDIA H100 80GB HBM3", "gpu-h100-80gb-hbm3"), ("CPU", "gpu-cpu")],
+)
+def test_a_record_is_named_after_its_card(card: str, name: str) -> None:
+    """An H100's was gpu-hbm3.json: the last word of "NVIDIA H100 80GB HBM3"."""
+    assert hopper.record_name(card) == name
+
+
+def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path: Path) -> None:
+    """A notebook that drew a bench got no pictures of its own any more: the backend had become "Agg"."""
+    matplotlib = pytest.importorskip("matplotlib", reason="pip install pagedmla[plots]")
+    row = make_row(
+        Case(FLAGSHIP, 16, 1, 64), StepCost(10**4, 10**5), 9.0, source="model", device="H200", contender="a", ours=True,
+        reads="bf16", roof=ROOF, fp8_mma=False,
+    )  # fmt: skip
+    before = matplotlib.get_backend()
+    other = next(name for name in ("svg", "pdf") if name != before)
+    matplotlib.use(other)
+    try:
+        assert len(pictures.draw([row], ROOF, "title", tmp_path, "bench")) == 3
+        assert matplotlib.get_backend() == other
+    finally:
+        matplotlib.use(before)
 
 
 def test_hosts_that_have_no_triton_have_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from pagedmla.bench.measure import Measured, measure
 from pagedmla.bench.peers import Absent
 from pagedmla.bench.roofs import cpu_roof, gpu_named
 from pagedmla.bench.rows import Row
-from pagedmla.hardware.cost import B200, H100, H200, Gpu
+from pagedmla.hardware.cost import B200, H100, H200, Gpu, Roof
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ class TenMicroseconds:
         return [10.0] * len(calls)
 
 
-def run(case: Case, roof: Gpu | None = None) -> Measured:
+def run(case: Case, roof: Roof | None = None) -> Measured:
     return measure(case, CPU, TenMicroseconds(), roof)
 
 
@@ -75,7 +75,7 @@ def test_every_contender_is_right_beside_its_speed(layout: str, case: tuple) -> 
 
 def test_rates_by_hand() -> None:
     """3 heads, 2 requests of 65 keys: 2 * 1088 FLOPs a head and key; 644 bytes a key, 3 * (2 * 1088 + 4) a query."""
-    row = by_name(run(Case(FLAGSHIP, 3, 2, 65), Gpu("slow", 1e-6, 1.0, 1.0)).rows)["pagedmla torch"]
+    row = by_name(run(Case(FLAGSHIP, 3, 2, 65), Roof("slow", 1e-6, 1.0, 1.0)).rows)["pagedmla torch"]
     moved = 2 * 65 * 644 + 2 * 3 * (2 * 1088 + 4)
     assert row.gb_per_s == pytest.approx(moved / 10 / 1e3, rel=1e-3)
     assert row.tflop_per_s == pytest.approx(2 * 1088 * 3 * 2 * 65 / 10 / 1e6, rel=1e-3)
@@ -172,7 +172,7 @@ def test_who_cannot_take_part_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.absent["a peer"] == "it isn't installed"
     assert "RuntimeError" in found.absent["another peer"]
     assert "this card isn't supported" in found.absent["another peer"]
-    made[-1] = Contender("pagedmla broken", unsupported, broken.cost, "bf16")
+    made[-1] = Contender("pagedmla broken", unsupported, broken.cost, "bf16", ours=True)
     with pytest.raises(RuntimeError, match="isn't supported"):  # ours had said that it can
         run(case)
 
@@ -218,11 +218,33 @@ def test_imbalanced_lengths_are_drawn_around_the_mean() -> None:
     assert sum(lengths) / 128 == pytest.approx(4096, rel=0.15)
 
 
-def test_gpus_by_their_drivers_names() -> None:
-    assert gpu_named("NVIDIA H200") is H200
-    assert gpu_named("NVIDIA H100 80GB HBM3") is H100
-    assert gpu_named("NVIDIA B200") is B200
-    assert gpu_named("NVIDIA A100-SXM4-80GB") is None
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA H200", H200),
+        ("NVIDIA H100 80GB HBM3", H100),
+        ("NVIDIA B200", B200),
+        *((name, None) for name in ("NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA H100 NVL")),
+        *((name, None) for name in ("NVIDIA GB200", "NVIDIA A100-SXM4-80GB", "NVIDIA H20")),
+    ],
+)
+def test_gpus_by_their_drivers_names(name: str, gpu: Gpu | None) -> None:
+    """A GH200 and an H200 NVL got the H200's peaks, an H100 PCIe the SXM's: any name that held one of ours did."""
+    assert gpu_named(name) is gpu
+
+
+def test_a_bug_is_no_absent_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any ValueError while a plan was made put an executor of ours among those that can't take part."""
+    inputs = build(Case("bf16", 1, 1, 5), "cpu")
+
+    def broken(**_: object) -> None:
+        raise ValueError("math domain error")
+
+    (absent,) = contenders._executor(inputs, "cutlass")
+    assert isinstance(absent, Absent)  # refused, in words
+    monkeypatch.setattr(pagedmla, "plan", broken)
+    with pytest.raises(ValueError, match="math domain error"):
+        next(contenders._executor(inputs, "torch"))
 
 
 def test_clocks_run_every_call_and_give_a_time_each(monkeypatch: pytest.MonkeyPatch) -> None:

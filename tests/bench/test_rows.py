@@ -14,7 +14,8 @@ from pagedmla.hardware.cost import StepCost
 def row(contender: str, microseconds: float, error: float = 1e-3, **changed: int | str) -> Row:
     made = make_row(
         Case("bf16", 16, 1, 640), StepCost(1000, 1000), microseconds, source="measured", device="CPU",
-        contender=contender, reads="bf16", roof=None, fp8_mma=False, relative_l2=error, tolerance=4e-3,
+        contender=contender, ours=contender.startswith("pagedmla"), reads="bf16", roof=None, fp8_mma=False,
+        relative_l2=error, tolerance=4e-3,
     )  # fmt: skip
     return replace(made, **changed)
 
@@ -41,7 +42,7 @@ def test_the_losing_region_names_its_bounds_and_its_worst() -> None:
         replace(row("pagedmla a", 10.0, batch=8, kv_len=640), speedup=0.5, **lost),
         replace(row("pagedmla a", 10.0, batch=8, kv_len=4096), speedup=1.0, **lost),
         replace(row("pagedmla b", 10.0), speedup=3.0, **lost),
-        replace(row("pagedmla reference", 10.0), speedup=0.01, **lost),
+        replace(row("pagedmla reference", 10.0), speedup=0.01, oracle=True, **lost),
     ]
     assert losing_regions(rows) == [
         "pagedmla a, bf16, 16 heads: loses 2 of 3 cases (requests 1 to 8, keys 640), by most 4.00x to fast at 1 x 640 "
@@ -63,6 +64,7 @@ def test_correct_is_within_the_tolerance(error: float, correct: bool) -> None:
 
 def test_the_json_row_has_one_format() -> None:
     assert list(row("a", 1.0).to_dict()) == [
-        "source", "device", "contender", "reads", "layout", "heads", "batch", "kv_len", "q_len", "lengths", "correct",
-        "relative_l2", "microseconds", "gb_per_s", "tflop_per_s", "share_of_floor", "best_peer", "speedup",
+        "source", "device", "contender", "ours", "reads", "layout", "heads", "batch", "kv_len", "q_len", "lengths",
+        "correct", "relative_l2", "microseconds", "gb_per_s", "tflop_per_s", "share_of_floor", "best_peer",
+        "speedup", "bound", "oracle",
     ]  # fmt: skip

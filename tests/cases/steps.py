@@ -135,7 +135,7 @@ def build_step(
     for b, kv_len in enumerate(case.kv_lens):
         latent = torch.randn(kv_len, layout.latent, generator=g) * case.magnitude
         rope = torch.randn(kv_len, layout.rope, generator=g) * case.rope_magnitude
-        made = layout.quantize(latent, rope, scale_dtype=scale_dtype)
+        made = layout.quantize(latent, rope, scale_dtype=scale_dtype if scaled else None)
         _place(made, blocks, scales, table[b], scales_table[b], layer)
         rows.append(layout.dequantize(made.values, made.scales, torch.float64))
 

@@ -117,7 +117,7 @@ def test_combine(variant: CombineVariant) -> None:
     assert 65536 // (variant.threads * -(-used.registers // 8) * 8) == variant.per_multiprocessor
     # Each wait is a way to L2 and back: 16-byte loads before it. The path for up to 16 pieces waits twice.
     assert sorted(loads_in_flight(code)) == [4, 8, 8, 8, 9]
-    assert (variant.alone, variant.ahead, variant.loads) == ((4, 8, 16), 8, 9)
+    assert (variant.alone, variant.first_loads, variant.loads) == ((4, 8, 16), 8, 9)
     assert variant.warps * variant.loads >= time_model.SMS  # a row in 132 pieces: one way
 
 

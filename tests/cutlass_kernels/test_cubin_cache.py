@@ -209,8 +209,9 @@ def test_the_kernels_sources_are_those_that_they_import():
 def test_a_changed_source_changes_the_digest_and_a_line_ending_does_not(tmp_path, monkeypatch):
     package = tmp_path / "cutlass_kernels"
     package.mkdir()
-    (package / "arguments.py").write_text("")
-    (package / "variants.py").write_text("def trace():\n    from pagedmla.cutlass_kernels import kernel\n")
+    for root in ("arguments", "combine"):
+        (package / f"{root}.py").write_text("")
+    (package / "decode_sm90.py").write_text("def compile():\n    from pagedmla.cutlass_kernels import kernel\n")
     kernel = package / "kernel.py"
     monkeypatch.undo()
     monkeypatch.setattr(cubin_cache, "_ROOT", tmp_path)

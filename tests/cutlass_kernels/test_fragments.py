@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagedmla.cutlass_kernels import emulation, fragments
-from pagedmla.cutlass_kernels.tiles import KEYS, LATENT, PANEL_BYTES, ROPE, Shape
+from pagedmla.cutlass_kernels.tiles import KEYS, LATENT, PANEL_BYTES, ROPE, THREADS, Shape
 
 PRECISIONS = ("fp8", "fp16")
 
@@ -44,8 +44,10 @@ def test_accumulator_places_are_those_of_the_isa() -> None:
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_accumulators_cover_every_element_once(rows: int) -> None:
-    held = emulation.accumulators(np.arange(KEYS * rows, dtype=np.float32).reshape(KEYS, rows))
-    assert np.array_equal(np.sort(held.ravel()), np.arange(KEYS * rows))
+    register = np.arange(rows // 2)[:, None]
+    lane, warp = np.arange(THREADS) % 32, np.arange(THREADS) // 32
+    row, column = fragments.accumulator_row(lane, warp, register), fragments.accumulator_column(lane, register)
+    assert np.array_equal(np.sort((row * rows + column).ravel()), np.arange(KEYS * rows))
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
@@ -79,7 +81,7 @@ def test_folding_leaves_each_column_to_lanes_that_have_seen_every_key(columns: i
                 after_seen.append([a | b for a, b in zip(seen[lane], seen[other], strict=True)])
         seen, owned = after_seen, after_owned
     for lane in range(32):
-        first, width = fragments.folded_column(lane, columns), fragments.folded_width(columns)
+        first, width = fragments.folded_row(lane, columns), fragments.folded_width(columns)
         assert owned[lane] == list(range(first, first + width))
         assert all(each == {other for other in range(32) if other & 3 == lane & 3} for each in seen[lane])
 

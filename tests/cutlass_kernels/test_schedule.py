@@ -128,6 +128,6 @@ def test_bit_tricks_are_max_and_min(a: int, b: int) -> None:
 
 def test_row_limits() -> None:
     token = np.arange(4)
-    assert schedule.rows_limit(5, 9, token, True).tolist() == [6, 7, 8, 9]
-    assert schedule.rows_limit(-3, 1, token, True).tolist() == [0, 0, 0, 1]
-    assert schedule.rows_limit(5, 9, token, False) == 9
+    assert schedule.keys_seen(5, 9, token, True).tolist() == [6, 7, 8, 9]
+    assert schedule.keys_seen(-3, 1, token, True).tolist() == [0, 0, 0, 1]
+    assert schedule.keys_seen(5, 9, token, False).tolist() == [9] * 4

@@ -38,13 +38,14 @@ def test_shared_memory_of_16_rows_by_hand() -> None:
         (16, ("fp8", 2), 104.7),
         (16, ("fp16", 1), 112.5),
         (32, ("fp8", 2), 122.8),
+        (32, ("fp16", 1), 130.6),
         (64, ("fp8", 1), 141.1),
         (64, ("fp8", 2), 166.8),
         (128, ("fp8", 1), 262.3),
     ],
 )
 def test_batch_of_128_at_4096_keys(rows: int, form: tuple[str, int], measured: float) -> None:
-    """The kernels as they stand, uncut on an H200: no slower than when they were measured, and above the floor.
+    """The kernels as they stand, uncut on an H200: faster than when they were measured, and above the floor.
 
     What was measured is held to the model in test_timeline.py.
     """
@@ -59,7 +60,7 @@ def test_batch_of_128_at_4096_keys(rows: int, form: tuple[str, int], measured: f
         partitions=1,
         consumer_instructions=instructions_of(variant),
     )
-    assert 71 < step < 1.05 * measured
+    assert 71 < step < measured
 
 
 def instructions_of(variant: Variant) -> float:

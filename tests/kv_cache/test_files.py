@@ -198,6 +198,16 @@ def test_a_file_in_a_folder_that_takes_no_new_one(own: Path) -> None:
     assert refusal.value.filename == str(own / "other")
 
 
+def test_what_is_written_in_place_is_not_what_it_was(own: Path) -> None:
+    """The docstring promised the old file whatever happens; where none can stand beside it, half the new one stays."""
+    path = own / "file"
+    path.write_text("old content")
+    own.chmod(0o555)
+    with pytest.raises(RuntimeError):
+        write_half(path, RuntimeError)
+    assert path.read_text() == "half of it"
+
+
 def test_a_file_that_mustnt_be_written_isnt_replaced(own: Path) -> None:
     """Its folder may be written, and a rename asks no more."""
     old = own / "file"

@@ -8,13 +8,16 @@ reads a page, slot or column it shouldn't isn't clean.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from pagedmla import KVCacheInputsPerDevice, get_layout, per_tensor_scale, store
-from pagedmla.kv_cache.cache_report import CacheReport, Finding
+from pagedmla.kv_cache.cache_report import CacheReport, Finding, FindingKind
 from pagedmla.kv_cache.inspection import inspect
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.page_pool import Page, PagePool
@@ -543,7 +546,13 @@ def test_bounds_that_are_too_small() -> None:
         "max_cache_length: row 0 (ada) has 9 tokens; the bound is 8"
     )
     report = cache.inspect(query_start_loc=torch.tensor([0, 0, 0, 1], dtype=torch.int32), kv_lens=[8, 4, 0])
-    assert only(report).sentence == "max_prompt_length: row 2 (eve) brings 1 tokens; the bound is 0"
+    assert only(report).sentence == "max_prompt_length: row 2 (eve) brings 1 token; the bound is 0"
+
+
+def test_lengths_of_the_caller_are_named() -> None:
+    """A negative entry of kv_lens was told as one of cache_lengths, which holds others."""
+    report = Cache().inspect(kv_lens=[9, -3, 0])
+    assert [finding.sentence for finding in report.findings] == ["kv_lens: row 1 (bob) has -3 tokens"]
 
 
 def test_query_starts_that_fall() -> None:
@@ -563,6 +572,7 @@ def refused(cache: Cache, **options: object) -> str:
 def test_arguments_that_do_not_fit() -> None:
     cache = Cache()
     assert refused(cache, layers=[2]) == "layers: 2 is out of range for a cache of 2 layers"
+    assert refused(cache, layers=[0, 0]) == "layers: expected each layer once; got [0, 0]."  # its slots counted twice
     assert refused(cache, layers=[]) == "layers: expected at least one layer; got []."
     assert refused(cache, request_names=["a", "b", "a"]) == (
         "request_names: expected 3 different names, one for each row; got ['a', 'b', 'a']."
@@ -597,3 +607,10 @@ def test_arguments_that_are_not_of_their_kind(changes: dict[str, object], messag
     """They ended in errors of torch or of Python that named no argument."""
     with pytest.raises((TypeError, ValueError), match=message):
         Cache().inspect(**changes)
+
+
+def test_kinds_of_findings_are_told_to_operators() -> None:
+    """Programs go by a finding's kind: 16 words in three modules, which stood in no list."""
+    page = (Path(__file__).parents[2] / "docs/operators.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*`) \|", page, re.MULTILINE)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == list(get_args(FindingKind))

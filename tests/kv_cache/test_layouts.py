@@ -7,6 +7,7 @@ ragged last group.
 
 from __future__ import annotations
 
+import re
 import struct
 
 import pytest
@@ -546,6 +547,41 @@ def test_scales_that_a_layout_keeps_elsewhere() -> None:
         rows = torch.zeros(2, layout.row_elements, dtype=layout.value_dtypes[0])
         with pytest.raises(ValueError, match=f"scales: expected None, since layout {name} has none beside its rows"):
             layout.dequantize(rows, torch.ones(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "scale_dtype", "expected"),
+    [
+        ("bf16", torch.float32, "None, since layout bf16 keeps no scale pool; got float32"),
+        ("bf16", "x", "None, since layout bf16 keeps no scale pool; got 'x'"),
+        ("fp8_ds_mla", torch.int8, "None, since layout fp8_ds_mla keeps no scale pool; got int8"),
+        ("fp8_rope_bf16", torch.float16, "float32 for layout fp8_rope_bf16; got float16"),
+        (
+            "fp8_rope_bf16_prescaled",
+            torch.float8_e8m0fnu,
+            "float32 for layout fp8_rope_bf16_prescaled; got float8_e8m0fnu",
+        ),
+        ("fp8_flat", torch.bfloat16, "float32 or float16 or float8_e8m0fnu for layout fp8_flat; got bfloat16"),
+    ],
+)
+def test_scales_are_of_a_dtype_that_the_pool_takes(name: str, scale_dtype: torch.dtype, expected: str) -> None:
+    """fp8_rope_bf16 made float16 scales that its own pool refuses, and layouts without a scale pool took any dtype."""
+    with pytest.raises(ValueError, match=re.escape(f"scale_dtype: expected {expected}.")):
+        LAYOUTS[name].quantize(torch.ones(1, 512), torch.ones(1, 64), scale_dtype=scale_dtype)
+
+
+@pytest.mark.parametrize("name", ["fp8_rope_bf16", "fp8_rope_bf16_prescaled"])
+def test_given_scales_are_of_a_dtype_that_the_pool_takes(name: str) -> None:
+    with pytest.raises(ValueError, match=r"sigma: expected \[1, 1\] float32; got \[1, 1\] float16"):
+        LAYOUTS[name].quantize(torch.ones(1, 512), torch.ones(1, 64), sigma=torch.ones(1, 1).half())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_quantize_makes_fits_its_pool(layout: str) -> None:
+    made = LAYOUTS[layout]
+    for scale_dtype in made.scale_dtypes or (None,):
+        rows = made.quantize(torch.ones(2, 1, 1, 4, 1, 512), torch.ones(2, 1, 1, 4, 1, 64), scale_dtype=scale_dtype)
+        made.check_pool(rows.values, rows.scales)
 
 
 def test_one_layout_has_one_form() -> None:

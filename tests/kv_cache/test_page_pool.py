@@ -403,6 +403,10 @@ def test_geometry_that_cannot_be(changes: dict[str, object], sentence: str) -> N
 def test_scales_that_the_layout_does_not_have() -> None:
     with pytest.raises(ValueError, match="num_scale_pages: expected None, since layout bf16 has no scale pool; got 4"):
         PagePool("bf16", num_layers=1, page_size=2, num_pages=3, num_scale_pages=4)
+    with pytest.raises(ValueError, match=r"scale_dtype: expected None, since layout bf16 has no scale pool; got 'x'\."):
+        PagePool("bf16", num_layers=1, page_size=2, num_pages=3, scale_dtype="x")  # was taken, and meant nothing
+    with pytest.raises(ValueError, match=r"scale_dtype: expected None, since sigma is one .*; got torch\.float16\."):
+        PagePool("fp8_flat", num_layers=1, page_size=2, num_pages=3, sigma=torch.ones(1), scale_dtype=torch.float16)
     with pytest.raises(ValueError, match="sigma: expected None, since layout bf16 doesn't have one scale a row"):
         PagePool("bf16", num_layers=1, page_size=2, num_pages=3, sigma=torch.ones(1))
 
@@ -420,6 +424,17 @@ MISUSES = {
     "negative": (
         lambda pool: pool.values(["a", "b"], [1, -1]),
         "query_lens: expected at least 0 for request 'b'; got -1.",
+    ),
+    # Both told of query_lens, which neither takes; the second left request c behind.
+    "append": (lambda pool: pool.append("a", -1), "tokens: expected at least 0 for request 'a'; got -1."),
+    "swapped": (
+        lambda pool: pool.swap_in(
+            "c",
+            SwappedRequest(
+                -1, ROW, *(torch.empty(0, *at.shape[1:], dtype=at.dtype) for at in (pool.blocks, pool.scales))
+            ),
+        ),
+        "swapped.tokens: expected at least 0; got -1.",
     ),
     "advance": (
         lambda pool: pool.advance(["b", "a"], [0, 4]),

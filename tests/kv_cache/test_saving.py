@@ -201,6 +201,27 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
         load_cache(path)
 
 
+@pytest.mark.parametrize("checksums", [True, False])
+def test_flipped_bytes(checksums: bool, tmp_path: Path) -> None:
+    """torch reads a cache with flipped bytes as it is, and the inspector found no problems in it. A program may have
+    switched off checksums for its own files."""
+    path = tmp_path / "cache.pt"
+    values = make_values(get_layout("fp8_rope_bf16"))
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        save_cache(path, values, "fp8_rope_bf16")
+        assert torch.serialization.get_crc32_options() is checksums
+    finally:
+        torch.serialization.set_crc32_options(True)
+    content = bytearray(path.read_bytes())
+    at = content.index(bits(values.kv_blocks).flatten()[:64].numpy().tobytes())
+    assert load_cache(path).values.kv_blocks.shape == values.kv_blocks.shape
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"got a damaged one \(its part '.*' isn't what was written\)"):
+        load_cache(path)
+
+
 def test_a_file_without_a_version_and_a_line_of_text(tmp_path: Path) -> None:
     """`hello` is a pickle of sorts: it failed with KeyError 101."""
     torch.save({"format": "pagedmla cache"}, tmp_path / "old.pt")

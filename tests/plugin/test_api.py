@@ -262,12 +262,13 @@ def test_nan_in_live_slots_is_found_on_request(layout: str, column: int) -> None
 
 
 def test_inline_scales_are_checked_too() -> None:
+    """The refusal named kv_scales and a scale page; fp8_ds_mla has neither, its scales lie in the value pages."""
     step = build_step(CASE, "fp8_ds_mla")
     page = int(step.values.lookup_table[1, 0])
     step.values.kv_blocks.view(torch.uint8)[page, 0, 1, 2, 0, 516:520] = 0
     with pytest.raises(
         ValueError,
-        match=rf"kv_scales: expected finite scales > 0; got \[.*, 0\.0, .*\] at row 1, column 0, slot 2 of scale page "
+        match=rf"kv_blocks: expected finite scales > 0; got \[.*, 0\.0, .*\] at row 1, column 0, slot 2 of value page "
         rf"{page}",
     ):
         attend(step, check=True)
@@ -441,9 +442,9 @@ def test_nothing_is_read_from_a_device() -> None:
     assert not bound.on_host
     bound.check_reads(None)
     bound.check_writes(None)
-    assert bound.max_query_length() == 5  # the caller's bound
+    assert bound.max_query_length == 5  # the caller's bound
     assert bound.decode_requests() == 1
-    assert bound.values.dispatch(bound.max_query_length()).num_partitions == 4
+    assert bound.values.dispatch(bound.max_query_length).num_partitions == 4
 
 
 @pytest.mark.parametrize("executor", ["auto", "torch", "reference", "triton", "cutlass-model", "cutlass"])

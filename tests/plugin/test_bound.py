@@ -14,13 +14,14 @@ from torch import Tensor
 
 import pagedmla
 from pagedmla.adapters.rows import step_rows
-from pagedmla.adapters.vllm import layer_pools, write_cache_lengths
+from pagedmla.adapters.vllm import CacheLengths, layer_pools
 from pagedmla.kv_cache.checks import DroppedStoreWarning
-from pagedmla.kv_cache.layouts import get_layout
+from pagedmla.kv_cache.layouts import CacheLayout, get_layout
 from pagedmla.plugin import bound, executor_triton
 from pagedmla.plugin.bound import BoundLayer, BoundRows, Stores
 from pagedmla.plugin.executor_triton import TritonExecutor
 
+PRESCALED = get_layout("fp8_rope_bf16_prescaled")
 H, P, BLOCKS, TOKENS = 3, 16, 9, 20
 SCALE = 0.1
 CALLS_A_LAYER = 50  # in the second layer: 43 are counted; 396 before launches were repeated
@@ -35,9 +36,11 @@ def make_plan(**more: Any) -> Any:
     return pagedmla.plan(**{**wanted, **more})
 
 
-def make_layer(name: str, plan: Any, blocks: int = BLOCKS, stores: Stores | None = None) -> BoundLayer:
-    cache = torch.full((blocks, P, LAYOUT.bytes_per_token), 0x7F, dtype=torch.uint8)  # NaN
-    return BoundLayer(name, layer_pools(cache, LAYOUT), plan, stores)
+def make_layer(
+    name: str, plan: Any, blocks: int = BLOCKS, stores: Stores | None = None, layout: CacheLayout = LAYOUT
+) -> BoundLayer:
+    cache = torch.full((blocks, P, layout.bytes_per_token), 0x7F, dtype=torch.uint8)  # NaN
+    return BoundLayer(name, layer_pools(cache, layout), plan, stores)
 
 
 def make_rows(
@@ -47,7 +50,7 @@ def make_rows(
     query_start_loc, lengths = (torch.tensor(each, dtype=torch.int32) for each in (starts, seq_lens))
     longest = int(query_start_loc.diff().max())
     rows = step_rows(
-        write_cache_lengths(lengths, query_start_loc, torch.zeros(4, dtype=torch.int32), longest),
+        CacheLengths(4, "cpu").write(lengths, query_start_loc, longest),
         torch.tensor(pages, dtype=torch.int32).view(len(seq_lens), -1),
         query_start_loc,
         num_tokens=starts[-1],
@@ -212,7 +215,8 @@ def test_a_repeated_layer_costs_a_few_calls(monkeypatch: pytest.MonkeyPatch) -> 
 
     with intercepted(lambda kernel, *rest: launches.append(kernel)):
         for layer in layers:
-            assert layer.geometry  # a layer's own, worked out once
+            assert layer.kind
+            assert layer.tensors  # a layer's own, worked out once
             calls = 0
             sys.setprofile(count)
             try:
@@ -244,6 +248,87 @@ def test_later_layers_bind_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         fill(layer, 1)
         rows.attend(q, layer)
     assert bindings == ["q"]
+
+
+@pytest.mark.parametrize("executor", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("heads", "columns", "dtype", "layout", "message"),
+    [
+        (8, 576, torch.bfloat16, LAYOUT, "plan holds H 3; got 8"),
+        (3, 512, torch.bfloat16, LAYOUT, "plan holds columns a query 576; got 512"),
+        (3, 576, torch.float16, LAYOUT, "plan holds query dtype bfloat16; got float16"),
+        (3, 576, torch.bfloat16, PRESCALED, "plan holds layout fp8_rope_bf16; got fp8_rope_bf16_prescaled"),
+    ],
+    ids=["heads", "columns", "dtype", "layout"],
+)
+def test_a_later_layer_is_refused_as_a_first_one(
+    heads: int, columns: int, dtype: torch.dtype, layout: CacheLayout, message: str, executor: str
+) -> None:
+    """A second layer of 8 heads passed on a plan for 3, and one of another layout got the first one's launches, off by
+    4.18 without an error: later layers compared the pools' shape and the number of tokens, and nothing else."""
+    if executor == "triton":
+        pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+    plan = make_plan(dtype=torch.bfloat16, executor=executor)
+    usual, other = make_layer("usual", plan), make_layer("other", plan, layout=layout)
+    fill(usual, 0)
+    rows = make_rows(plan, (0, 1), (TOKENS,), (1, 2))
+    good, bad = torch.randn(1, H, 576).bfloat16(), torch.randn(1, heads, columns).to(dtype)
+    for _ in range(2):  # also where a pass is known
+        rows.attend(good, usual)
+        with pytest.raises(ValueError, match=message):
+            rows.attend(bad, other)
+        with pytest.raises(ValueError, match=message):
+            make_rows(plan, (0, 1), (TOKENS,), (1, 2)).attend(bad, other)
+
+
+def stored(layer: BoundLayer, tokens: int) -> Tensor:
+    """The layer's bytes once so many tokens are in it."""
+    generator = torch.Generator().manual_seed(3)
+    latent, rope = (torch.randn(tokens, width, generator=generator).bfloat16() for width in (512, 64))
+    layer.store(latent, rope, torch.arange(tokens))
+    return layer.pools.blocks.view(torch.uint8).clone()
+
+
+def test_stores_are_repeated_for_layers_of_a_kind_alone() -> None:
+    """Pools of fp8_rope_bf16 and fp8_rope_bf16_prescaled have one geometry: the second got the first one's launches."""
+    pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+    stores, found = Stores(), []
+    for layout in (LAYOUT, PRESCALED):
+        plan = make_plan(dtype=torch.bfloat16, executor="triton", layout=layout)
+        stored(make_layer("before", plan, layout=layout), 2)
+        together = stored(make_layer("together", plan, stores=stores, layout=layout), 2)
+        found.append((together, stored(make_layer("alone", plan, layout=layout), 2)))
+    for together, alone in found:
+        assert torch.equal(together, alone)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_two_threads_share_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches run in threads: one could compare its key, and launch what the other had recorded meanwhile.
+
+    The other's whole call comes where the key is compared."""
+    pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+    plan, stores = make_plan(dtype=torch.bfloat16, executor="triton"), Stores()
+    layer, other, alone = (make_layer(name, plan, stores=stores) for name in ("one", "other", "alone"))
+    pending: list[BoundLayer] = []
+
+    class Compared(tuple):
+        def __eq__(self, given: object) -> bool:
+            same = tuple.__eq__(self, given)
+            if pending:
+                stored(pending.pop(), 2)
+            return same
+
+        __hash__ = tuple.__hash__
+
+    stock = bound.geometry
+    monkeypatch.setattr(bound, "geometry", lambda tensors: Compared(stock(tensors)))
+    stored(layer, TOKENS)
+    layer.pools.blocks.view(torch.uint8).fill_(0x7F)
+    pending.append(other)
+    found = stored(layer, TOKENS)
+    assert not pending
+    assert torch.equal(found, stored(alone, TOKENS))
 
 
 def test_a_layer_with_fewer_pages_is_checked_anew() -> None:

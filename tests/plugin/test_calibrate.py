@@ -21,7 +21,6 @@ from pagedmla.plugin.calibrate import (
     Calibration,
     _last_line,
     _record,
-    _statistics,
     calibrate,
     number_of,
     to_picture,
@@ -30,7 +29,7 @@ from pagedmla.plugin.calibrate import (
 )
 from pagedmla.plugin.checkpoint_scales import INDEX, SHARD, _write_numbers, lay_over, read_scales
 from pagedmla.plugin.cli import app
-from pagedmla.plugin.latent_statistics import Errors, measure_layer, overall, per_tensor
+from pagedmla.plugin.latent_statistics import Errors, LayerStatistics, measure_layer, overall, per_tensor
 from pagedmla.plugin.vllm.scales import load_scales
 
 NAME = "model.layers.{}.self_attn.k_proj.k_scale"
@@ -351,14 +350,14 @@ def test_an_extension_records_once() -> None:
     with pytest.raises(RuntimeError, match="expected pagedmla_record before it"):
         worker.pagedmla_recorded()
     worker.pagedmla_record(8)
-    assert recorder.recorder is not None
-    recorder.recorder.add("model.layers.0.attn", *rows(4), torch.arange(4))
-    recorder.recorder.add("model.layers.1.attn", *rows(4), torch.full((4,), -1))  # an engine's dummy run
+    assert recorder.active is not None
+    recorder.active.add("model.layers.0.attn", *rows(4), torch.arange(4))
+    recorder.active.add("model.layers.1.attn", *rows(4), torch.full((4,), -1))  # an engine's dummy run
     found = worker.pagedmla_recorded()
-    assert recorder.recorder is None
+    assert recorder.active is None
     assert list(found) == ["model.layers.0.attn"]
     assert found["model.layers.0.attn"]["tokens"] == 4
-    assert _statistics(json.loads(json.dumps(found["model.layers.0.attn"]))) == measure_layer(
+    assert LayerStatistics.from_dict(json.loads(json.dumps(found["model.layers.0.attn"]))) == measure_layer(
         "model.layers.0.attn", *rows(4)
     )
 
@@ -374,10 +373,13 @@ def found() -> Calibration:
 
 def test_report(found: Calibration, tmp_path: Path) -> None:
     assert number_of("layers.12.self_attn") == 12
+    for name in ("model.decoder.3.attn", "model.layers.last.attn", ""):
+        with pytest.raises(ValueError, match=f"layer: expected a name with the layer's number, .* got '{name}'"):
+            number_of(name)  # an IndexError that named nothing
     assert found.scales() == {2: found.layers[0].fitted.scale, 10: found.layers[1].fitted.scale}
     assert verdict(found).startswith("recommended: fp8_rope_bf16 (layer 2: latents lose 2.")
     content = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert [_statistics(each) for each in content["layers"]] == list(found.layers)
+    assert [LayerStatistics.from_dict(each) for each in content["layers"]] == list(found.layers)
     pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
     to_picture(found, tmp_path / "latents.png")
     assert (tmp_path / "latents.png").stat().st_size > 10_000

@@ -1,13 +1,16 @@
-"""The command line as people type it: exit code 0 for sound, 1 for something wrong, 2 for wrong usage."""
+"""The command line as people type it: exit code 0 for sound, 1 for something wrong, 2 for wrong usage, and others for
+what says nothing of a cache."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import TextIO
 
@@ -147,7 +150,8 @@ def test_explain_names_the_kernels_of_an_executor_with_several() -> None:
     ("arguments", "sentence"),
     [
         (["--layout", "fp4"], "layout: expected one of bf16"),
-        (["--heads", "0"], "num_heads: expected at least 1; got 0."),
+        (["--heads", "0"], "for --heads: expected at least 1; got 0."),
+        (["--max-length", "0"], "for --max-length: expected at least 1; got 0."),
         (["--dtype", "int8"], "expected one of bfloat16, float16, float32; got int8"),
         (["--granularity", "64"], "granularity: expected None for layout fp8_rope_bf16"),
         (["--device", "nonsense"], "nonsense"),
@@ -175,6 +179,22 @@ def test_version() -> None:
     result = run("--version")
     assert result.exit_code == 0
     assert result.output.strip() == f"pagedmla {pagedmla.__version__}"
+
+
+@pytest.mark.parametrize("bug", [TypeError("unhashable"), IndexError("range"), ValueError("math domain error")])
+def test_a_bug_shows_its_trace(bug: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An error inside `inspect` was told as wrong usage, exit code 2 and no trace: its type said nothing of whose it
+    was."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise bug
+
+    path = save(tmp_path / "cache.pt")
+    monkeypatch.setattr("pagedmla.kv_cache.inspection.inspect", broken)
+    monkeypatch.setattr("pagedmla.plugin.plan.plan", broken)
+    for arguments in (["inspect", path], ["explain"]):
+        result = run(*arguments)
+        assert (result.exit_code, result.exception) == (1, bug)
 
 
 @pytest.mark.parametrize("command", ["inspect", "explain", "demo", "compile", "bench"])
@@ -435,24 +455,28 @@ def ended(monkeypatch: pytest.MonkeyPatch, stdout: TextIO, *arguments: str) -> o
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback, or "Invalid value for --save" of whatever was printed: neither is wrong usage."""
+def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    """A traceback, or "Invalid value for --save" of whatever was printed: neither is wrong usage. Then exit code 1,
+    which says that a cache has problems."""
     sentence = "pagedmla: [Errno 28] No space left on device"
-    with Path("/dev/full").open("w") as full:
-        assert ended(monkeypatch, full, "explain") == sentence
-    with Path("/dev/full").open("w") as full:
-        assert ended(monkeypatch, full, "demo", "--save", "/dev/null") == sentence
-    with Path("/dev/null").open("w") as null:
-        assert ended(monkeypatch, null, "demo", "--save", "/dev/full") == f"{sentence}: '/dev/full'"
+    for where, arguments, told in (
+        ("/dev/full", ["explain"], sentence),
+        ("/dev/full", ["demo", "--save", "/dev/null"], sentence),
+        ("/dev/null", ["demo", "--save", "/dev/full"], f"{sentence}: '/dev/full'"),
+    ):
+        with Path(where).open("w") as stdout:
+            assert ended(monkeypatch, stdout, *arguments) == 74
+        assert capfd.readouterr().err == f"{told}\n"
 
 
 def test_a_reader_that_leaves_early_is_no_misuse(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
-    """`pagedmla explain | head -1`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w") as left:
-        assert ended(monkeypatch, left, "explain") == 1
-    assert capfd.readouterr().err == ""
+    """`pagedmla explain | head -1`, and of help: exit code 1, which says that a cache has problems."""
+    for arguments in (["explain"], ["--help"], ["explain", "--help"], ["demo"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w") as left:
+            assert ended(monkeypatch, left, *arguments) == 141
+        assert capfd.readouterr().err == ""
 
 
 def test_explain_needs_neither_the_device_nor_the_memory() -> None:
@@ -482,3 +506,265 @@ def test_explain_asks_for_a_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert_misused(run("explain", "--device", "cuda:2"), "a GPU of this machine, cuda:0 to cuda:1; got cuda:2")
+
+
+# -- what a stranger's file and terminal bring -------------------------------------------------------------------------
+
+
+def typed(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "pagedmla", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+def named(path: Path, *names: str) -> Path:
+    """The cache of `save`, whose requests bear these names."""
+    saved = torch.load(save(path, break_scales=True), weights_only=True)
+    saved["request_names"] = list(names)
+    torch.save(saved, path)
+    return path
+
+
+STRANGE = ("[bold red]x[/] \x1b[31m", "two\nlines \u202e")
+
+
+def test_names_reach_the_terminal_as_text(tmp_path: Path) -> None:
+    """A name from a file reached the terminal with its escape sequences, and one with a line break tore the tables."""
+    output = run("inspect", named(tmp_path / "cache.pt", *STRANGE)).output
+    assert "\x1b" not in output
+    assert "\u202e" not in output
+    assert "A [bold red]x[/] \\x1b[31m: 9 tokens in 3 pages" in output
+    assert "B two\\nlines \\u202e: 2 tokens in 1 page" in output
+    assert "0 ([bold red]x[/] \\x1b[31m), column 0: scale page" in " ".join(output.split())
+
+
+def test_refusals_of_a_strange_file_are_text(tmp_path: Path) -> None:
+    """A format's version is whatever the file says."""
+    path = save(tmp_path / "cache.pt")
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | {"version": "\x1b[31m"}, path)
+    result = run("inspect", path)
+    assert_misused(result, "version \\x1b[31m")
+    assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize("name", ["$x^{", "\u65e5\u672c", "\x1b[31m"])
+def test_pictures_take_every_name(name: str, tmp_path: Path) -> None:
+    """Matplotlib read `$` as a formula and failed, with exit code 1; letters that its font lacks were warned of."""
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
+    picture = tmp_path / "pages.png"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = run("inspect", named(tmp_path / "cache.pt", name, "bob"), "--picture", picture)
+    assert (result.exit_code, picture.read_bytes()[:4]) == (1, b"\x89PNG"), result.exception
+    assert f"Wrote {picture}" in result.output.replace("\n", "")
+
+
+def test_a_picture_that_fails_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback and exit code 1, which says that the cache has problems."""
+    pytest.importorskip("matplotlib", reason="matplotlib isn't installed: pip install pagedmla[plots]")
+
+    def too_large(*_: object) -> None:
+        raise ValueError("Image size of 99999x9 pixels is too large.")
+
+    monkeypatch.setattr("pagedmla.plugin.page_picture.to_picture", too_large)
+    result = run("inspect", save(tmp_path / "cache.pt"), "--picture", tmp_path / "pages.png")
+    assert_misused(result, "for --picture: Image size")
+
+
+def test_stdout_of_few_letters(tmp_path: Path) -> None:
+    """`PYTHONIOENCODING=ascii pagedmla demo --help` was a UnicodeEncodeError, and so was a name beyond ASCII."""
+    done = typed("demo", "--help", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = typed("inspect", named(tmp_path / "cache.pt", "\xfcn\xef", "bob"), PYTHONIOENCODING="ascii")
+    assert done.returncode == 1
+    assert "A \\xfcn\\xef: 9 tokens" in done.stdout
+
+
+def test_a_width_that_shows_nothing_is_ignored(tmp_path: Path) -> None:
+    """`COLUMNS=0 pagedmla inspect cache.pt` printed nothing, with exit code 0."""
+    done = typed("inspect", save(tmp_path / "cache.pt"), COLUMNS="0")
+    assert done.returncode == 0
+    assert "No problems." in done.stdout
+
+
+def test_a_bug_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    """Python's own is 1, which says that a cache has problems."""
+
+    def broken(**_: object) -> None:
+        raise TypeError("unhashable")
+
+    monkeypatch.setattr("pagedmla.plugin.plan.plan", broken)
+    with Path(os.devnull).open("w") as null:
+        assert ended(monkeypatch, null, "explain") == 70
+    assert capfd.readouterr().err.endswith("TypeError: unhashable\n")
+
+
+@pytest.mark.parametrize("name", ["report.json", "rep.txt", "REP.JSON"])
+def test_a_report_is_known_by_what_it_holds(name: str, tmp_path: Path) -> None:
+    """Only `.json` was read as a report."""
+    cache, before = save(tmp_path / "cache.pt"), tmp_path / name
+    before.write_text(run("inspect", cache, "--json").output)
+    assert run("inspect", cache, "--before", before).exit_code == 0
+
+
+@pytest.mark.parametrize("before", ["report", "cache"])
+def test_pipes(before: str, tmp_path: Path) -> None:
+    """`--before <(...)` was "[Errno 29] Illegal seek", and so was a cache from a pipe."""
+    files = {"cache": save(tmp_path / "cache.pt"), "report": tmp_path / "report.json"}
+    files["report"].write_text(run("inspect", files["cache"], "--json").output)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"cat {files[before]} > {pipe}"], stderr=subprocess.DEVNULL):
+        result = run("inspect", files["cache"], "--before", pipe)
+    if before == "report":
+        assert result.exit_code == 0, result.output
+        with subprocess.Popen(["sh", "-c", f"cat {files['cache']} > {pipe}"]):
+            assert run("inspect", pipe).exit_code == 0
+    else:
+        assert_misused(result, "expected a report from a pipe")
+
+
+def test_reports_that_are_none(tmp_path: Path) -> None:
+    """Brackets in brackets were a RecursionError's trace."""
+    cache, deep = save(tmp_path / "cache.pt"), tmp_path / "deep.json"
+    deep.write_text("[" * 200_000)
+    assert_misused(run("inspect", cache, "--before", deep), "expected a report written by `pagedmla inspect --json`")
+    deep.write_text("[]")
+    assert_misused(run("inspect", cache, "--before", deep), "expected a report written by `pagedmla inspect --json`")
+
+
+# -- compile: what stands in its way, and rows that can be told apart --------------------------------------------------
+
+
+def test_compile_where_kernels_are_interpreted() -> None:
+    """`TRITON_INTERPRET=1 pagedmla compile` was an AttributeError of variants, which come before the compiler."""
+    pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
+    done = typed(
+        "compile", "--target", "sm_90", "--only", "store", "--layout", "bf16", TRITON_INTERPRET="1", COLUMNS="200"
+    )
+    assert done.returncode == 2
+    assert "Triton was imported with TRITON_INTERPRET set" in done.stderr
+
+
+def test_compile_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "No module named 'triton'", and not what to do about it."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert_misused(run("compile", "--only", "merge"), "Triton isn't installed; pip install pagedmla[triton]")
+
+
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [
+        ("/proc/none", "Triton's cache, which TRITON_CACHE_DIR moves: /proc/none: expected a folder that files can be"),
+        ("/proc", "/proc: expected a folder that files can be made in; got one that takes none"),
+        ("", "TRITON_CACHE_DIR: expected a folder, or no such variable; got ''"),
+    ],
+)
+def test_compile_where_triton_can_keep_nothing(folder: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder's own error, without a word of Triton; empty, every kernel was told as refused by its target."""
+    pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
+    monkeypatch.setenv("TRITON_CACHE_DIR", folder)
+    assert_misused(run("compile", "--only", "merge", "--target", "sm_90"), sentence)
+
+
+def rows_of(*options: dict[str, object]) -> list[dict[str, object]]:
+    same = {"kernel": "store", "executor": "triton", "target": "sm_90", "layout": "fp8_rope_bf16_prescaled", "rows": 16}
+    costs = dict.fromkeys(
+        ("spill_words", "spill_words_in_loop", "shared_bytes", "ctas_per_sm", "warp_instructions_per_token"), 0
+    )
+    return [{**same, **costs, "registers": 255, "bytes_per_token": 1234.5, "options": each} for each in options]
+
+
+def test_rows_of_a_table_can_be_told_apart(capsys: pytest.CaptureFixture) -> None:
+    """The README's example printed two rows with the same keys: what differed stood in the JSON alone."""
+    from pagedmla.plugin.compile_report import _print
+
+    _print(rows_of({"SLOTS": True, "A": 1, "num_warps": 4}, {"SLOTS": False, "A": 1, "num_warps": 4}))
+    output = capsys.readouterr().out
+    assert all(output.count(f"SLOTS={value}") == 1 for value in (True, False))
+    assert "num_warps" not in output
+    assert "A=" not in output
+    _print(rows_of({"SLOTS": True}))
+    assert "SLOTS" not in capsys.readouterr().out
+
+
+def test_a_table_fits_a_terminal_and_loses_no_number(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was up to 111 columns wide wherever it was printed."""
+    from pagedmla.plugin.compile_report import _print
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    rows = rows_of({"SLOTS": True, "SPLIT": 1}, {"SLOTS": False, "SPLIT": 1})
+    for columns in (80, 70):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        _print(rows)
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+        assert max(map(len, lines)) <= columns
+        assert sum("1,234.5" in line for line in lines) == 2
+
+
+def test_compile_is_silent_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress wrote a lone line break to stderr; and a target that was named twice was built for twice."""
+    pytest.importorskip("triton", reason="Triton isn't installed: pip install pagedmla[triton]")
+    result = run("compile", "--only", "merge", "--only", "merge", "--target", "sm_90", "--target", "sm_90a")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "1 built, 0 refused" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["compile", "--out", ""], ["bench", "--pictures", ""]])
+def test_folders_without_a_name(arguments: list[str]) -> None:
+    """Path("") is the current folder, which was filled."""
+    assert_misused(run(*arguments), "expected a folder; got an empty name")
+
+
+# -- demo, explain -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "scales", "bound"),
+    [
+        ("bf16", "no scales", "3.1%. "),
+        ("fp32", "no scales", "0.001%. "),
+        ("fp8_ds_mla", "scales inside the rows", "15% (random tokens are the hardest case). "),
+        ("fp8_flat", "scales in pages of their own", "15% (random tokens are the hardest case). "),
+    ],
+)
+def test_demo_tells_of_its_layout(layout: str, scales: str, bound: str, tmp_path: Path) -> None:
+    """It told of FP8 and of scale pages whatever the layout, and that it had written a file it didn't tell at all."""
+    result = run("demo", "--layout", layout, "--save", tmp_path / "demo.pt")
+    assert result.exit_code == 0, result.output
+    assert f"pages of 16, {scales}." in words(result)
+    assert f"before they were cached, bound {bound}" in words(result)
+    assert f"Wrote {tmp_path / 'demo.pt'}" in result.output
+
+
+def test_explain_answers_for_cutlass_on_a_gpu_that_isnt_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first line spoke of an H200, the next but one refused the CUTLASS kernels for want of a device. A plan, which
+    holds memory, is refused for it still."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("pagedmla.plugin.executor_cutlass.dsl_version", lambda: "4.8.1")
+    result = run("explain", "--device", "cuda")
+    assert result.exit_code == 0, result.output
+    assert "there is no CUDA device here" not in result.output
+    assert "not cutlass: unproven on a GPU: mla_decode_" in words(result)
+    result = run("explain", "--device", "cuda", "--executor", "cutlass", "--precision", "fp8")
+    assert result.exit_code == 0, result.output
+    assert "attend: cutlass (asked for)" in result.output
+    with pytest.raises(ValueError, match="'cutlass', but there is no CUDA device here"):
+        pagedmla.plan(
+            layout="fp8_rope_bf16", num_heads=16, page_size=64, max_batch=1, max_tokens=1, max_cache_length=64,
+            dtype=torch.bfloat16, device="cuda", sm_scale=1.0, executor="cutlass",
+        )  # fmt: skip
+
+
+def test_explain_tells_of_a_precision_that_nobody_takes() -> None:
+    """`--precision fp8` was dropped without a word where Triton or torch serve."""
+    assert "precision fp8 is the CUTLASS kernels' to take" in run("explain", "--precision", "fp8").output
+    assert "to take" not in run("explain").output
+    assert "to take" not in run("explain", "--precision", "fp8", "--executor", "cutlass-model").output

@@ -80,7 +80,11 @@ def make_layer(plan: Any, seed: int) -> tuple[BoundLayer, list[Tensor]]:
     layout, generator = plan.layout, torch.Generator().manual_seed(seed)
     shape = (3 * WIDTH, P)
     if layout.quantised:
-        width = layout.bytes_per_token if layout.name == "fp8_rope_bf16" else layout.row_bytes
+        width = (
+            layout.bytes_per_token
+            if layout.scales_per_token and layout.name.startswith("fp8_rope_bf16")
+            else layout.row_bytes
+        )
         cache = torch.full((*shape, width), 0x7F, dtype=torch.uint8)
     else:
         cache = torch.full((*shape, LATENT + ROPE), torch.nan, dtype=layout.value_dtypes[0])
@@ -225,3 +229,16 @@ def test_the_log_line_names_each_part_and_the_refusals(monkeypatch: pytest.Monke
     assert "; prompts from 171 query tokens on: dense, torch (" in line
     assert "; all rows: torch (" in choices_line(plan, 61, None, None)
     assert "\n" not in line
+
+
+def test_a_layer_of_another_layout_is_bound_for_itself() -> None:
+    """Pools of one shape passed for one kind: rows of fp8_rope_bf16_prescaled were read as the first layer's."""
+    plans = [make_plan(layout) for layout in ("fp8_rope_bf16", "fp8_rope_bf16_prescaled")]
+    made = make_prompts(plans[0], sum(KV_LENS))
+    found = []
+    for plan in plans:
+        layer, _ = make_layer(plan, 0)
+        found.append([made._bind(layer), make_prompts(plan, sum(KV_LENS))._bind(layer)])
+    for shared, alone in found:
+        assert shared.layout == alone.layout
+        assert shared.planes.rope_scaled is alone.planes.rope_scaled

@@ -81,21 +81,19 @@ def launches(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
 
         return call
 
-    def by_triton(
-        step: BoundStep, planes: Any, q: Any, out: Any, lse: Any, options: Any, first: int, end: int, longest: int
-    ) -> None:
-        order.append(("triton", {"q": q, "first": first, "end": end, "longest": longest}))
+    def by_triton(step: BoundStep, q: Any, out: Any, lse: Any, options: Any, first: int) -> None:
+        order.append(("triton", {"q": q, "first": first, "end": step.batch, "longest": step.max_query_length}))
 
     monkeypatch.setattr(launch, "launcher", launcher)
-    monkeypatch.setattr(executor_cutlass, "attend_requests", by_triton)
-    monkeypatch.setattr(executor_triton, "attend_requests", by_triton)
+    monkeypatch.setattr(executor_cutlass, "attend_from", by_triton)
+    monkeypatch.setattr(executor_triton, "attend_from", by_triton)
     return order
 
 
 def run(step: Step, partitions: int = 1, workspace: Pieces | None = None, **options: Any) -> BoundStep:
     bound = bind_step(step.values, step.layer, step.layout, step.query_start_loc, step.q, "q")
     out, lse = step.q.new_empty(*step.q.shape[:2], 512), torch.empty(step.q.shape[:2])
-    asked = AttendOptions(step.sm_scale, True, partitions, bound.decode_requests(), workspace, **options)
+    asked = AttendOptions(step.sm_scale, True, partitions, workspace, **options)
     CutlassExecutor().attend(bound, step.q, out, lse, asked)
     return bound
 
@@ -176,6 +174,31 @@ def test_what_no_map_can_say_goes_to_triton_where_nobody_asked(
     with pytest.raises(ValueError, match=r"q: expected rows that begin at multiples of 16 bytes"):
         run(odd, asked_for=True)
     assert [who for who, _ in launches] == ["triton", "triton"]
+
+
+def test_a_bug_is_not_told_as_a_step_that_it_does_not_take(
+    launches: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the launcher's own arithmetic became "Triton serves steps that ... doesn't take": any ValueError
+    did."""
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("grid: expected a multiple of cluster 2; got 3")
+
+    monkeypatch.setattr(launch, "launcher", broken)
+    step = build_step(StepCase((1, 1), (20, 7), heads=2), "fp8_rope_bf16", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="grid: expected a multiple of cluster 2"):
+        run(step)
+    assert launches == []
+
+
+def test_rows_beyond_the_room_are_refused(launches: list[tuple[str, dict[str, Any]]]) -> None:
+    """A workspace of 16 rows said that it held the 32 that were asked for, so that the kernel wrote behind it."""
+    step = build_step(StepCase((1, 1), (600, 600), page_size=64, heads=16), "fp8_rope_bf16", dtype=torch.bfloat16)
+    room = Pieces.empty(64, 16, 512, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"workspace: expected room for 2 partitions of 32 rows; got .* of 16 rows"):
+        run(step, partitions=2, workspace=room)
+    assert launches == []
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_uses_agree_with_the_choice(heads: int, precision: str) -> None:
 
 def test_a_step_is_chosen_for_by_bounds_alone() -> None:
     """Decode rows beside a long prompt go by their own mean; a plan's bound on keys counts where it is lower."""
-    options = AttendOptions(0.04, True, 1, None, None)
+    options = AttendOptions(0.04, True, 1, None)
     step = build_step(StepCase((2, 2, 19), (700, 600, 600), page_size=64, heads=16), "fp8_rope_bf16")
     q = step.q.to(torch.bfloat16)
     bound = bind_step(step.values, step.layer, step.layout, step.query_start_loc, q, "q")

@@ -179,17 +179,16 @@ def test_triton_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_is_not_served_by_an_executor_that_nobody_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU without Triton the engine went on with torch, which syncs once a layer, and only its log said so."""
     from pagedmla.plugin import executor_triton
-    from pagedmla.plugin.plan import outline
 
     monkeypatch.delenv("PAGEDMLA_EXECUTORS", raising=False)
     usual = {
         "layout": "fp8_rope_bf16", "num_heads": 16, "page_size": 64, "max_batch": 8, "max_tokens": 8,
-        "max_cache_length": 4096, "dtype": torch.bfloat16, "sm_scale": 0.1,
+        "max_cache_length": 4096, "dtype": torch.bfloat16, "sm_scale": 0.1, "reserve": False,
     }  # fmt: skip
-    outline(**usual, device="cuda").check_engine()
-    outline(**usual, device="cpu").check_engine()
+    pagedmla.plan(**usual, device="cuda").check_engine()
+    pagedmla.plan(**usual, device="cpu").check_engine()
     monkeypatch.setattr(executor_triton, "_has_triton", lambda: False)
-    made = outline(**usual, device="cuda")
+    made = pagedmla.plan(**usual, device="cuda")
     sentence = r"expected an executor that is meant to attend on cuda; got none \(.*triton: triton isn't installed.*"
     with pytest.raises(ValueError, match=sentence + "PAGEDMLA_EXECUTORS=torch takes torch all the same"):
         made.check_engine()
@@ -249,7 +248,7 @@ def test_a_plan_has_room_for_the_cuts_of_any_step(heads: int, monkeypatch: pytes
             StepCase((1,) * requests, (1,) * requests, heads=heads), "fp8_rope_bf16", dtype=torch.bfloat16
         )
         bound = bind_step(made.values, 0, made.layout, None, made.q, "q")
-        executor.schedule(bound, made.q, AttendOptions(0.1, True, 264, None, space))
+        executor.schedule(bound, made.q, AttendOptions(0.1, True, 264, space))
     rows = 16 if heads == 16 else 64
     assert asked == [(132 * 64 // rows if heads == 128 else 264, rows)] * 3
 

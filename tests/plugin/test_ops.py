@@ -53,7 +53,7 @@ def make_values(case: str) -> tuple[CacheLayout, KVCacheInputsPerDevice]:
     )
     generator = torch.Generator().manual_seed(0)
     latent, rope = (torch.randn(PAGES, 1, LAYERS, P, 1, width, generator=generator) for width in (512, 64))
-    made = layout.quantize(latent, rope, scale_dtype=torch.float8_e8m0fnu if case == "e8m0" else torch.float32)
+    made = layout.quantize(latent, rope, scale_dtype=torch.float8_e8m0fnu if case == "e8m0" else None)
     blocks, scales = made.values.contiguous(), made.scales
     if case in ("one scale", "a layer's scale"):
         scales = per_tensor_scale(torch.tensor([0.25, 0.5])[: 1 if case == "one scale" else 2], blocks)
@@ -112,8 +112,8 @@ def test_opcheck(case: str) -> None:
     blocks, scales, fields = ops._flattened(values)
     tail = (*ops._described(layout, LAYER), "auto")
     opcheck(torch.ops.pagedmla.attend.default, (q, blocks, scales, *fields, STARTS, 0.1, True, *tail))
-    opcheck(torch.ops.pagedmla.store.default, (latent, rope, blocks, scales, *fields, STARTS, False, *tail))
-    opcheck(torch.ops.pagedmla.store_slots.default, (latent, rope, blocks, scales, *fields, SLOTS, None, False, *tail))
+    for places in ((STARTS, None, None), (None, SLOTS, None)):
+        opcheck(torch.ops.pagedmla.store.default, (latent, rope, blocks, scales, *fields, *places, False, *tail))
 
 
 def test_opcheck_of_merge() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from cases.steps import Step, StepCase, build_step, with_values
 import pagedmla
 from pagedmla import KVCacheInputsPerDevice, Plan, get_layout
 from pagedmla.hardware.cost import H200, attention_cost
-from pagedmla.plugin.plan import outline
+from pagedmla.plugin import plan as plan_module
+from pagedmla.plugin.executors import Choice, Configuration, choose
 from pagedmla.plugin.step import bind_step
 
 CASE = StepCase((1, 2), (5, 3), page_size=4)
@@ -28,12 +31,14 @@ def step() -> Step:
     return build_step(CASE, "fp8_rope_bf16")
 
 
-def make(**changes: object) -> Plan:
-    arguments: dict[str, object] = {
-        "layout": "fp8_rope_bf16", "num_heads": 2, "page_size": 4, "max_batch": 3, "max_tokens": 4,
-        "max_cache_length": 8, "dtype": torch.float32, "device": "cpu", "sm_scale": 576**-0.5, **changes,
-    }  # fmt: skip
-    return pagedmla.plan(**arguments)  # type: ignore[arg-type]
+ARGUMENTS: dict[str, Any] = {
+    "layout": "fp8_rope_bf16", "num_heads": 2, "page_size": 4, "max_batch": 3, "max_tokens": 4, "max_cache_length": 8,
+    "dtype": torch.float32,
+}  # fmt: skip
+
+
+def make(**changes: Any) -> Plan:
+    return pagedmla.plan(**{**ARGUMENTS, "device": "cpu", "sm_scale": 576**-0.5, **changes})
 
 
 def attend(step: Step, plan: Plan, **changes: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -350,18 +355,49 @@ def test_partitions_beyond_the_keys_take_no_memory() -> None:
     assert make(num_partitions=10**6).workspace.partial_lse.shape[0] == 2  # 8 keys in pages of 4
 
 
-def test_an_outline_explains_without_memory() -> None:
+def test_a_plan_without_memory_explains_and_serves_nothing() -> None:
     """`explain` allocated the workspace, so it needed the device and the memory of what it only described."""
     arguments = {"layout": "bf16", "num_heads": 128, "page_size": 64, "max_batch": 128, "max_tokens": 10**7,
                  "max_cache_length": 2**20, "dtype": torch.bfloat16, "sm_scale": 1.0}  # fmt: skip
-    drawn = outline(**arguments, device="cuda", num_partitions=10**7)
+    drawn = pagedmla.plan(**arguments, device="cuda", num_partitions=10**7, reserve=False)
     assert drawn.device.type == "cuda"
     assert drawn.workspace.partial_lse.device.type == "meta"
     assert drawn.workspace.nbytes > 10**6
     assert "workspace" in drawn.explain()
+    with pytest.raises(ValueError, match=r"plan holds no memory\. Make it with reserve=True"):
+        attend(build_step(replace(CASE, page_size=4), "fp8_rope_bf16"), make(reserve=False))
 
 
 def test_a_plan_names_its_device_by_number() -> None:
     """plan(device="cuda") refused queries on cuda:0: it compared with the name it was given, not with its memory."""
     made = make(device="cpu:0")
     assert made.device == made.workspace.partial_lse.device == torch.zeros(1).device
+
+
+def test_the_current_card_is_named_before_anything_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for "cuda" made on card 0 and then on card 1 were one key for the check of kernels: the second went
+    unchecked."""
+    asked = []
+
+    def chosen(configuration: Configuration, *rest: object) -> Choice:
+        asked.append(configuration.device)
+        return choose(replace(configuration, device=torch.device("cpu")), "torch")
+
+    monkeypatch.setattr(plan_module, "choose", chosen)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert pagedmla.plan(**ARGUMENTS, device="cuda", sm_scale=1.0, reserve=False).device == torch.device("cuda", 1)
+    assert asked == [torch.device("cuda", 1)] * 2
+
+
+def test_a_device_that_torch_does_not_know_is_named() -> None:
+    with pytest.raises(ValueError, match=r"device: expected a device of torch's; got 'gpu' \("):
+        make(device="gpu")
+
+
+def test_the_signature_is_what_a_caller_may_pass() -> None:
+    """`help(pagedmla.plan)` showed a private parameter."""
+    parameters = inspect.signature(pagedmla.plan).parameters
+    chosen = ["device", "sm_scale", "causal", "num_partitions", "executor", "precision", "reserve"]
+    assert list(parameters) == [*ARGUMENTS, *chosen]
+    assert all(each.kind is each.KEYWORD_ONLY for each in parameters.values())

@@ -154,8 +154,8 @@ def test_prefill_refuses_by_name(changes: dict[str, Tensor], message: str) -> No
 @pytest.mark.parametrize(
     ("first", "count", "error", "message"),
     [
-        (-1, 3, ValueError, r"starts: expected tokens of request 0 below its 20; got -1 \.\. 1\."),
-        (18, 3, ValueError, r"starts: expected tokens of request 0 below its 20; got 18 \.\. 20\."),
+        (-1, 3, ValueError, r"starts: expected tokens within the 20 cached ones of request 0; got -1 \.\. 1\."),
+        (18, 3, ValueError, r"starts: expected tokens within the 20 cached ones of request 0; got 18 \.\. 20\."),
         (0, 18, IndexError, r"lookup_table: row 0, column 1 holds page id -?\d+; kv_blocks has"),
     ],
 )

@@ -32,7 +32,7 @@ ON_GPU = replace(USUAL, device=torch.device("cuda"))
     ids=["flagship", "fp16 queries", "fp32", "two tiles of rows", "flat"],
 )
 def test_right_kernels_pass(changes: dict[str, Any]) -> None:
-    assert self_check.fault(TritonExecutor(), replace(USUAL, **changes), CAPACITY) is None
+    assert self_check.fault(TritonExecutor(), replace(USUAL, **changes), 4) is None
 
 
 def break_out(out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ def test_wrong_attention_is_named(
             harm(*(args[place] for place in places))
 
     monkeypatch.setattr(kernel, name, wrong)
-    found = self_check.fault(TritonExecutor(), USUAL, CAPACITY)
+    found = self_check.fault(TritonExecutor(), USUAL, 4)
     assert found is not None
     assert found.startswith(f"Triton's {what} kernel is wrong (fp8_rope_bf16, 2 heads, on cpu with Triton ")
 
@@ -82,7 +82,7 @@ def test_a_wrong_store_is_named(name: str, how: str, monkeypatch: pytest.MonkeyP
         return real(self, step, latent, rope.neg(), *rest, **more)
 
     monkeypatch.setattr(TritonExecutor, name, wrong)
-    found = self_check.fault(TritonExecutor(), USUAL, CAPACITY)
+    found = self_check.fault(TritonExecutor(), USUAL, 4)
     assert found is not None
     assert found.startswith(f"Triton's store by {how} writes other bytes to blocks than torch does (fp8_rope_bf16, ")
 
@@ -98,6 +98,27 @@ def test_a_plan_on_a_gpu_is_refused_with_the_fault(monkeypatch: pytest.MonkeyPat
     assert dict(chosen.passed_over)["triton"] == "Triton's decode kernel is wrong (here)"
     monkeypatch.setenv(self_check.SWITCH, "0")
     assert choose(ON_GPU, capacity=CAPACITY).executor.name == "triton"
+    executor_triton._fault.cache_clear()
+
+
+def test_what_was_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that held more requests ran the whole check again, while serving: its capacity was part of the key."""
+    checked: list[tuple[Configuration, int]] = []
+    monkeypatch.setattr(executor_triton.self_check, "fault", lambda _, *what: checked.append(what))
+    monkeypatch.setattr(executor_triton, "multiprocessors", lambda device: 132)
+    executor_triton._fault.cache_clear()
+    card = replace(USUAL, device=torch.device("cuda", 0))
+    for capacity in (CAPACITY, Capacity(16, 256, 4096), Capacity(8, 64, 2**20)):
+        for precision in ("auto", "fp16"):
+            assert TritonExecutor().load(replace(card, precision=precision), capacity) is None
+    assert len(checked) == 1
+    for other in (
+        replace(card, device=torch.device("cuda", 1)), replace(card, num_heads=16), replace(card, page_size=16),
+        replace(card, dtype=torch.float16), replace(card, layout=pagedmla.get_layout("fp8_flat")),
+    ):  # fmt: skip
+        TritonExecutor().load(other, CAPACITY)
+    TritonExecutor().load(card, Capacity(8, 64, 256))  # cut into 2 parts
+    assert [cut for _, cut in checked] == [4] * 6 + [2]
     executor_triton._fault.cache_clear()
 
 

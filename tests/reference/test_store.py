@@ -83,7 +83,7 @@ def starts() -> Tensor:
 def expected(made: Target, latent: Tensor, rope: Tensor, layer: int, keep: list[int], **options: object) -> tuple:
     """Both arenas as they must be after the tokens in `keep` are stored."""
     memory, scale_memory = made.bytes()
-    scale_dtype = torch.float32 if made.scale_arena is None else made.scale_arena.dtype
+    scale_dtype = None if made.scale_arena is None else made.scale_arena.dtype
     for t in keep:
         at = WHERE[t]
         assert at is not None

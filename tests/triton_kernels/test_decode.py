@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases.attending import INF, assert_agrees, run_decode, run_mixed
-from cases.steps import StepCase, build_step
+from cases.steps import StepCase, build_step, with_values
 
 from pagedmla.hardware.targets import TARGETS
 from pagedmla.triton_kernels.variants import BUDGETED, KINDS, LAYOUTS, SERVED, attention_variants
@@ -53,6 +53,32 @@ def test_a_step_without_requests(guarded):
     step = build_step(StepCase((), ()), "fp8_rope_bf16", dtype=torch.bfloat16)
     out, lse = run_decode(guarded, step)
     assert (out.shape, lse.shape) == ((0, 2, 512), (0, 2))
+
+
+def test_tokens_without_requests_are_refused(guarded):
+    """Query tokens beside an empty cache_lengths were divided among no requests: ZeroDivisionError."""
+    step = build_step(StepCase((1,), (5,)), "fp8_rope_bf16", dtype=torch.bfloat16)
+    nobody = with_values(
+        step,
+        cache_lengths=step.values.cache_lengths[:0],
+        lookup_table=step.values.lookup_table[:0],
+        scales_lookup_table=step.values.scales_lookup_table[:0],
+    )
+    with pytest.raises(
+        ValueError, match=r"q: expected no query tokens, since cache_lengths has no requests; got \[1, 2"
+    ):
+        run_decode(guarded, nobody)
+
+
+@pytest.mark.parametrize("run", [run_decode, run_mixed])
+@pytest.mark.parametrize("shape", [(), (1, 1)], ids=str)
+def test_lengths_that_are_no_vector(guarded, run, shape):
+    """Lengths of another rank were refused for not being `[-1]`, a shape that nothing has."""
+    step = build_step(StepCase((1,), (5,)), "fp8_rope_bf16", dtype=torch.bfloat16)
+    lengths = step.values.cache_lengths.view(shape)
+    got = str(list(shape)).replace("[", r"\[").replace("]", r"\]")
+    with pytest.raises(ValueError, match=rf"cache_lengths: expected \[\*\] int32 or uint32; got {got} int32"):
+        run(guarded, with_values(step, cache_lengths=lengths))
 
 
 def test_every_kind_of_layout_has_variants_for_every_target():

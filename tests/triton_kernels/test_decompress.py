@@ -193,6 +193,16 @@ def test_a_bad_page_id_shows_as_nan(guarded, bad):
     assert workspace[2:4].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp8_flat", "fp8_rope_bf16", "fp8_ds_mla"])
+def test_a_position_below_0_shows_as_nan(guarded, name):
+    """A chunk_start of -2 read the slots before the request's first page, in page 0 what lies before the pool: Triton's
+    division gives such positions column 0 and a negative slot."""
+    cache = Cache(guarded, get_layout(name), [(0, 4)], page_size=4)
+    workspace = run(guarded, cache, [(-2, 4)], torch.float32)
+    assert workspace[:2].isnan().all()
+    assert torch.equal(workspace[2:], cache.rows[0])
+
+
 def test_addresses_past_two_to_the_31(guarded):
     """Page times stride in 32 bits wraps to zero or to another page (vllm#47671, flashinfer#3130)."""
     layout, stride = get_layout("fp8_flat"), 2**30 + 576
@@ -222,9 +232,13 @@ def test_nothing_to_read_is_legal(guarded):
         ({"workspace": torch.zeros(576, 4).T}, r"workspace: expected adjacent columns"),
         ({"key_start_loc": torch.zeros(1, dtype=torch.int32)}, r"key_start_loc: expected \[2\]"),
         ({"chunk_start": torch.zeros(1)}, r"chunk_start: .* got \[1\] float32"),
+        (
+            {"chunk_start": torch.zeros(1, 1, dtype=torch.int32)},
+            r"chunk_start: expected \[\*\] int32 .*; got \[1, 1\] int32",
+        ),
         ({"scales_lookup_table": torch.zeros(1, 9, dtype=torch.int32)}, r"scales_lookup_table: expected \[1, 5\]"),
     ],
-    ids=["workspace width", "columns apart", "starts", "float starts", "scale table width"],
+    ids=["workspace width", "columns apart", "starts", "float starts", "matrix of starts", "scale table width"],
 )
 def test_refuses_by_name(guarded, change, message):
     cache = Cache(guarded, get_layout("fp8_rope_bf16"), [(0, 6)], page_size=2)

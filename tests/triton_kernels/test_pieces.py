@@ -256,6 +256,21 @@ def test_a_schedule_follows_lengths_in_place(guarded):
     assert not torch.equal(first.pieces, again.pieces)
 
 
+def test_a_table_and_lengths_that_are_none(guarded):
+    """How many requests there are was read off a table or lengths before their shape was looked at: IndexError."""
+    step: Step = build_step(StepCase((1,), (70,)), "fp8_rope_bf16", dtype=torch.bfloat16)
+    out, lse = results(guarded, step, torch.float32)
+    states = torch.empty(4, ROWS, 512)
+    none = torch.tensor(0, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"lookup_table: expected \[\*, \*\] int32 or uint32; got \[\] int32"):
+        attend_pieces(
+            step.q, planes_of(guarded, step), none, scheduled(step, (ROWS, KEYS)), out, lse, states,
+            states[..., 0].contiguous(), sm_scale=1.0, max_query_len=1,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=r"cache_lengths: expected \[\*\] int32 or uint32; got \[\] int32"):
+        scheduled(with_values(step, cache_lengths=none), (ROWS, KEYS))
+
+
 def test_another_tiles_schedule_is_refused(guarded):
     step: Step = build_step(StepCase((1,), (70,)), "fp8_rope_bf16", dtype=torch.bfloat16)
     out, lse = results(guarded, step, torch.float32)

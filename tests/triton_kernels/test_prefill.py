@@ -272,9 +272,28 @@ def test_columns_split_without_waste():
         ({"out": torch.zeros(3, 2, 32)}, r"out: expected \[3, 2, 16\]"),
         ({"lse": torch.zeros(3, 2).bfloat16()}, r"lse: expected \[3, 2\] float32; got \[3, 2\] bfloat16"),
         ({"key_start_loc": torch.zeros(3, dtype=torch.int32)}, r"key_start_loc: expected \[2\]"),
+        (
+            {"query_start_loc": torch.tensor(0, dtype=torch.int32)},
+            r"query_start_loc: expected \[\*\] .*; got \[\] int32",
+        ),
+        (
+            {"query_start_loc": torch.zeros(0, dtype=torch.int32)},
+            r"query_start_loc: expected \[B \+ 1\], .*; got \[0\] int32",
+        ),
         ({"q": torch.zeros(3, 32, 2).mT}, r"q: expected adjacent columns"),
     ],
-    ids=["k columns", "v keys", "mixed dtypes", "heads", "out columns", "lse in bf16", "starts", "columns apart"],
+    ids=[
+        "k columns",
+        "v keys",
+        "mixed dtypes",
+        "heads",
+        "out columns",
+        "lse in bf16",
+        "starts",
+        "no vector",
+        "no starts",
+        "columns apart",
+    ],
 )
 def test_refuses_by_name(change, message):
     given = {

@@ -424,6 +424,19 @@ def test_refuses_by_name(guarded, change, message):
     pool.check()
 
 
+@pytest.mark.parametrize("shape", [(), (1, 1)], ids=str)
+def test_vectors_are_no_matrices(guarded, shape):
+    """Lengths of another rank were refused for not being `[-1]`, a latent of no dimension by an IndexError."""
+    pool = Pool(guarded, get_layout("fp8_rope_bf16"), pages=1, page_size=4)
+    latent, rope = step(1)
+    lengths, starts = torch.zeros(shape, dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"cache_lengths: expected \[\*\] int32 or uint32; got"):
+        store(latent, rope, pool.planes(), torch.zeros(1, 4, dtype=torch.int32), lengths, starts)
+    with pytest.raises(ValueError, match=r"latent: expected \[\*, 512\] .*; got"):
+        store_slots(torch.zeros(shape), rope, pool.planes(), torch.zeros(1, dtype=torch.int64))
+    pool.check()
+
+
 @triton.jit
 def _encode_kernel(x, code, count, BLOCK: tl.constexpr, ROUNDS_E4M3: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

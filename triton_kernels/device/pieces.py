@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 PIECE_WORDS: tl.constexpr = tl.constexpr(8)
-CUT_WORDS: tl.constexpr = tl.constexpr(8)
+REQUEST: tl.constexpr = tl.constexpr(0)
 FIRST_TOKEN: tl.constexpr = tl.constexpr(1)
 ROW_COUNT: tl.constexpr = tl.constexpr(2)
 FIRST_ROW: tl.constexpr = tl.constexpr(3)
@@ -19,6 +19,13 @@ CACHE_LENGTH: tl.constexpr = tl.constexpr(4)
 FIRST_TILE: tl.constexpr = tl.constexpr(5)
 END: tl.constexpr = tl.constexpr(6)
 SLOT: tl.constexpr = tl.constexpr(7)
+
+CUT_WORDS: tl.constexpr = tl.constexpr(8)
+CUT_FIRST_TOKEN: tl.constexpr = tl.constexpr(0)
+CUT_ROW_COUNT: tl.constexpr = tl.constexpr(1)
+CUT_FIRST_ROW: tl.constexpr = tl.constexpr(2)
+CUT_FIRST_SLOT: tl.constexpr = tl.constexpr(3)
+CUT_COUNT: tl.constexpr = tl.constexpr(4)  # of slots
 
 
 @triton.jit

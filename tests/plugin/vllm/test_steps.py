@@ -34,14 +34,11 @@ def make_plan(layout: str, heads: int = H) -> Any:
 @pytest.fixture
 def builder(vllm: Any) -> Any:
     """A builder without the engine's configuration: what `build` reads."""
+    from pagedmla.plugin.dense import DenseCalls
     from pagedmla.plugin.vllm.builder import PagedMLABuilder
 
-    made = PagedMLABuilder.__new__(PagedMLABuilder)
-    from pagedmla.plugin.dense import DenseCalls
-
-    made.dcp_world_size, made._longest_decode, made.reorder_batch_threshold = 1, 4, 30
-    made.plan = make_plan("fp32")
-    made._cache_lengths = torch.zeros(8, dtype=torch.int32)
+    made = PagedMLABuilder.for_measuring(make_plan("fp32"), {"dcp_world_size": 1, "reorder_batch_threshold": 30})
+    made._longest_decode = 4
     made._dense_calls, made._workspace = DenseCalls.choose(made.plan), torch.full((64, LATENT + ROPE), torch.nan)
     return made
 
@@ -153,7 +150,7 @@ def impl(vllm: Any) -> Any:
     made = PagedMLAImpl.__new__(PagedMLAImpl)
     made.num_heads, made.qk_nope_head_dim, made.qk_rope_head_dim = H, NOPE, ROPE
     made.kv_lora_rank, made.v_head_dim, made.scale, made.dcp_world_size = LATENT, VALUE, SCALE, 1
-    made._bound = made._cache_key = None
+    made._bound = None
     layer = SimpleNamespace(
         W_UK_T=torch.randn(H, NOPE, LATENT) / 4,
         W_UV=torch.randn(H, LATENT, VALUE) / 20,
@@ -162,6 +159,32 @@ def impl(vllm: Any) -> Any:
     )
     made.bind("model.layers.0", layer, make_plan("fp32"), Stores())
     return made
+
+
+def test_two_micro_batches_bind_a_layer(impl: Any) -> None:
+    """In threads of their own, one could compare its memory and take the layer that the other had bound meanwhile.
+
+    The other's whole call comes where the key is compared."""
+    caches = [torch.zeros(BLOCKS, P, LATENT + ROPE) for _ in range(2)]
+    pending = []
+
+    class Scale(torch.Tensor):
+        def data_ptr(self) -> Any:
+            return Address(super().data_ptr())
+
+    class Address(int):
+        def __eq__(self, other: object) -> bool:
+            if pending:
+                impl._layer_of(pending.pop(), scale)
+            return int.__eq__(self, other)
+
+        __hash__ = int.__hash__
+
+    scale = torch.ones(1).as_subclass(Scale)
+    impl._layer_of(caches[0], scale)
+    pending.append(caches[1])
+    assert impl._layer_of(caches[0], scale).pools.blocks.data_ptr() == caches[0].data_ptr()
+    assert not pending
 
 
 def test_dense_prompt_equals_attention_on_projected_keys(impl: Any, builder: Any) -> None:

@@ -1,0 +1,10 @@
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+
+BLACK = "#000000"
+BLUE = "#0072B2"
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+PURPLE = "#CC79A7"
+SKY_BLUE = "#56B4E9"
+VERMILION = "#D55E00"
+YELLOW = "#F0E442"
