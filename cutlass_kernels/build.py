@@ -68,10 +68,22 @@ def build(variants: Sequence[_AnyVariant]) -> Iterator[tuple[_AnyVariant, Built 
 
 
 def on_demand(variant: Variant | CombineVariant, cache: CubinCache) -> Cubin:
-    """A variant's cubin from the cache, built first where it isn't there and the DSL is installed."""
-    if dsl_version() is None:
-        return cache.get(variant.name)
-    return cache.get(variant.name, lambda: _build_one(variant))
+    """A variant's cubin from the cache, built first where it isn't there and the DSL is installed.
+
+    CubinError where there is none and none can be built or kept, or where its record is of a kernel of another size.
+    """
+    build_one = None if dsl_version() is None else lambda: _build_one(variant)
+    try:
+        cubin = cache.get(variant.name, build_one)
+    except CubinError:
+        raise
+    except (OSError, RuntimeError) as reason:  # a folder that can't be written; the compiler's process broke off
+        raise CubinError(f"{variant.name}: {reason}") from reason
+    for name in ("threads", "shared_bytes", "cluster", "rows"):  # no hash covers the record
+        expected, told = getattr(variant, name), getattr(cubin, name)
+        if told != expected:
+            raise CubinError(f"{variant.name}: expected a record with {name} {expected}; got {told}. Build it again.")
+    return cubin
 
 
 def make_cubin(variant: Variant | CombineVariant, built: Built) -> Cubin:

@@ -145,33 +145,46 @@ class CubinCache:
         """The entry of a variant for these sources (the present ones by default), with its checked image.
 
         `dsl` None: the installed DSL's entry, or the newest version's where none is installed. CubinError where a file
-        is damaged.
+        is damaged; records that can't be read, another release's or damaged, hide none that fits.
         """
+        found, unread = self._look(variant, source, dsl)
+        if found is None and unread:
+            raise unread[0]
+        return found
+
+    def _look(
+        self, variant: str, source: str | None = None, dsl: str | None = None
+    ) -> tuple[Cubin | None, list[CubinError]]:
+        """(the entry, what is wrong with records that couldn't be read)."""
         source = source_digest() if source is None else source
         dsl = dsl_version() if dsl is None else dsl
+        unread: list[CubinError] = []
         for folder in self.folders:
-            records = [(_read_record(path), path) for path in sorted(folder.glob(f"{variant}.*.json"))]
-            fitting = [
-                (entry, path)
-                for entry, path in records
-                if entry.variant == variant and entry.source == source and dsl in (None, entry.dsl)
-            ]
+            fitting: list[tuple[Cubin, Path]] = []
+            for path in sorted(folder.glob(f"{variant}.*.json")):
+                try:
+                    entry = _read_record(path)
+                except CubinError as damage:
+                    unread.append(damage)
+                    continue
+                if entry.variant == variant and entry.source == source and dsl in (None, entry.dsl):
+                    fitting.append((entry, path))
             if fitting:
-                return _with_image(*max(fitting, key=lambda pair: _in_order(pair[0].dsl)))
-        return None
+                return _with_image(*max(fitting, key=lambda pair: _in_order(pair[0].dsl))), unread
+        return None, unread
 
     def get(self, variant: str, build: Callable[[], Cubin] | None = None) -> Cubin:
         """The entry of a variant; where there is none, what `build` makes, kept for the next time.
 
         Of several processes one builds and the others take its result. CubinError where there is neither.
         """
-        found = self.find(variant)
+        found, unread = self._look(variant)
         if found:
             return found
         if build is None:
-            raise CubinError(self._missing(variant))
+            raise unread[0] if unread else CubinError(self._missing(variant))
         with self._locked(variant):
-            found = self.find(variant)
+            found, _ = self._look(variant)
             return found or self._keep(build())
 
     def keep(self, cubin: Cubin) -> Path:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pagedmla.cutlass_kernels.arguments import COMBINE, DECODE
 from pagedmla.cutlass_kernels.cubin_cache import Cubin, CubinCache
-from pagedmla.cutlass_kernels.driver import CudaDriver, Driver
+from pagedmla.cutlass_kernels.driver import CudaDriver, Driver, DriverError
 from pagedmla.cutlass_kernels.launch_checks import CallTensors, check_addresses, check_form, check_pool, check_scales
 from pagedmla.cutlass_kernels.loaded_kernel import LoadedKernel
 from pagedmla.cutlass_kernels.tiles import LATENT
@@ -83,6 +83,8 @@ class DecodeLauncher:
         self._decode = LoadedKernel(driver, decode, DECODE)
         self._combine = LoadedKernel(driver, combine, COMBINE)
         self._grid = self._decode.clusters_held() * variant.cluster  # a CTA a multiprocessor
+        if self._grid == 0:
+            raise DriverError(f"{variant.name}: the device holds no cluster of {variant.cluster} CTAs of this kernel")
         self._most_merging = self._grid * CombineVariant.per_multiprocessor
         self._current_stream = current_stream
         self._pools: dict[_Key, dict[str, Any]] = {}

@@ -1,8 +1,8 @@
 """The producer: one warp that walks the page tables and brings tiles of keys into the ring.
 
-Values come by tensor copies, a box of min(page size, tile) keys each with the page's id as a coordinate; sigma by the
-lanes' own asynchronous copies through its own table. Nothing at or past kv_len is fetched by a lane, and no page past
-the last live one is named; what a whole box brings beyond kv_len is masked by the consumers.
+Values come by tensor copies with the page's id as a coordinate, a tile of keys each, or 16 where pages are smaller;
+sigma by the lanes' own asynchronous copies through its own table. Nothing at or past kv_len is fetched by a lane, and
+no page past the last live one is named; what a whole box brings beyond kv_len is masked by the consumers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ERROR = "error"
 WARNING = "warning"
@@ -154,16 +155,24 @@ class CacheReport:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CacheReport:
         """Undo `to_dict`, lists instead of tuples included. Raises KeyError or TypeError for anything else."""
-        pool = dict(data["pool"])
-        for name in ("dead_value_pages", "dead_scale_pages"):
-            pool[name] = None if pool[name] is None else tuple((first, last) for first, last in pool[name])
-        requests = []
-        for request in data["requests"]:
-            pages = [PageInUse(**{**page, "shared_with": tuple(page["shared_with"])}) for page in request["pages"]]
-            requests.append(RequestPages(**{**request, "pages": tuple(pages)}))
-        return cls(
-            PoolSummary(**pool),
-            tuple(requests),
-            tuple(LayerHealth(**layer) for layer in data["layers"]),
-            tuple(Finding(**finding) for finding in data["findings"]),
-        )
+        report: CacheReport = _typed(cls, {name: value for name, value in data.items() if name != "ok"}, "report")
+        return report
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """`value`, plain as JSON has it, as what a field's type asks for. TypeError or KeyError names the place."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        if not isinstance(value, Mapping) or value.keys() - {each.name for each in fields(kind)}:
+            raise TypeError(f"{where}: expected the fields of {kind}")
+        types = get_type_hints(kind)
+        given = [each.name for each in fields(kind) if each.name in value or each.default is MISSING]
+        return kind(**{name: _typed(types[name], value[name], f"{where}.{name}") for name in given})
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:  # something or None
+        return None if value is None else _typed(arguments[0], value, where)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        parts = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        return tuple(_typed(part, each, where) for part, each in zip(parts, value, strict=True))
+    if value in arguments if origin is Literal else isinstance(value, (int, float) if kind is float else kind):
+        return value
+    raise TypeError(f"{where}: expected {kind}; got {value!r}")

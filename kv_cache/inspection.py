@@ -62,7 +62,7 @@ def inspect(
     request_names: Sequence[str] | None = None,
     before: CacheReport | None = None,
 ) -> CacheReport:
-    """Inspection at a step's cache; `report.ok` says whether `report.problems` is empty.
+    """Look at a step's cache; `report.ok` says whether `report.problems` is empty.
 
     values           the cache, on any device; only live pages are read
     layout           a CacheLayout or its name

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from pagedmla.kv_cache.checks import expect_memory, refuse
+from pagedmla.kv_cache.checks import Refusal, expect_memory, refuse
 from pagedmla.kv_cache.files import replacing
 from pagedmla.kv_cache.layouts import CacheLayout, get_layout, resolve_layout
 from pagedmla.kv_cache.values import KVCacheInputsPerDevice, SplitKVHeadDims, single_device
@@ -101,7 +101,8 @@ def load_cache(path: str | PathLike[str]) -> SavedCache:
     try:
         return _restore(data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-        _not_ours(path, f"a damaged one ({type(error).__name__}: {error})")
+        kind = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
+        _not_ours(path, f"a damaged one ({kind}{error})")
 
 
 @contextlib.contextmanager
@@ -120,7 +121,8 @@ def _damaged_part(source: Path | io.BytesIO) -> str | None:
     if not zipfile.is_zipfile(source):
         return None  # torch says what else it is
     with zipfile.ZipFile(source) as archive:
-        damaged = archive.testzip()
+        # Without checksums torch writes 0 for each.
+        damaged = archive.testzip() if any(part.CRC for part in archive.infolist()) else None
     if isinstance(source, io.BytesIO):
         source.seek(0)
     return damaged
@@ -132,7 +134,10 @@ def _restore(data: dict[str, Any]) -> SavedCache:
         saved["split_head_dims"] = SplitKVHeadDims(*saved["split_head_dims"])
     starts = _rebuild(data["query_start_loc"], data["storages"])
     values = KVCacheInputsPerDevice(**saved)
-    return SavedCache(values, get_layout(**data["layout"]), starts, data.get("request_names"))
+    names = data.get("request_names")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise TypeError(f"request_names: expected a list of names; got {names!r}")
+    return SavedCache(values, get_layout(**data["layout"]), starts, names)
 
 
 class _Storages:

@@ -72,7 +72,9 @@ def _check_bound(inspection: Inspection, lengths: Tensor, name: str, bound: int,
     if longest > bound:
         row = int(lengths.argmax())
         inspection.note(
-            "bound", f"{name}: {inspection.row(row)} {verb} {counted(longest, 'token')}; the bound is {bound}", row=row
+            "bound",
+            f"{name}: {inspection.row(row)} {verb} {counted(longest, 'token')}; the bound is {bound:,}",
+            row=row,
         )
 
 

@@ -190,7 +190,10 @@ def _check_model(model: str) -> None:
 
     if not Path(model).exists() and model.startswith(("/", ".", "~")):
         raise Refusal(f"model: expected a folder with a checkpoint, or a name of one; got {model}, which isn't there")
-    config = get_config(model, trust_remote_code=False)
+    try:
+        config = get_config(model, trust_remote_code=False)
+    except (ValueError, RuntimeError) as error:  # vLLM's and transformers' for a name or a config
+        raise Refusal(f"{model}: {str(error).strip().splitlines()[0]}") from error
     if getattr(config, "index_topk", None) is not None:
         raise Refusal(
             f"{model}: expected a dense MLA model (DeepSeek V2, V3, R1); this one selects its keys by an indexer "

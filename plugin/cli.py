@@ -123,10 +123,12 @@ def main(on_begin: Callable[[], None] | None = None) -> None:
         sys.exit(_LEFT)
     except OSError as error:  # a disk that is full by now: of a file that is named, or of the output
         _drop_output()
-        print(f"pagedmla: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # stderr may be what is full
+            print(f"pagedmla: {error}", file=sys.stderr)
         sys.exit(_NOT_WRITTEN)
     except Exception:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         sys.exit(_BUG)
 
 

@@ -350,7 +350,7 @@ def plan(
     configuration = Configuration("attend", device, layout, num_heads, page_size, dtype, precision)
     capacity = Capacity(max_batch, max_tokens, max_cache_length)
     attend_choice = choose(configuration, executor, capacity if reserve else None)
-    store_choice = choose(replace(configuration, operation="store"), executor)
+    store_choice = choose(replace(configuration, operation="store"), executor, capacity if reserve else None)
     if num_partitions is not None:
         num_partitions = useful_partitions(num_partitions, max_cache_length, page_size)
     most_partitions = num_partitions or attend_choice.executor.partitions(configuration, capacity, 1, 1)

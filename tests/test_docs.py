@@ -64,8 +64,9 @@ WHOLE = [
     (page, number)
     for page in PAGES[1:]
     for number, example in enumerate(blocks(page, "python"))
-    if example.startswith("import ")  # the others are lines of a program
+    if re.search("^import ", example, re.MULTILINE)  # the others are lines of a program, or another environment's
 ]
+assert WHOLE  # an example that begins otherwise would go unnoticed
 
 
 @pytest.mark.parametrize(("page", "number"), WHOLE, ids=lambda each: ids(each) if isinstance(each, Path) else str(each))

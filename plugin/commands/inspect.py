@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pagedmla.plugin.commands.misuse import misuse
+from pagedmla.plugin.commands.misuse import misuse, once
 from pagedmla.plugin.terminal import printable
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def inspect(
     Exit code 0: no problems (warnings don't count); 1: problems were found; 2: wrong usage; 74: the report couldn't be
     written; 141: its reader left early.
     """
+    layer = once(layer)
     if picture is not None:
         from pagedmla.plugin.pictures import expect_picture
 

@@ -1,7 +1,8 @@
 """A pytest plugin (`-p cases.gpu_record --proven FILE`): what passed on a GPU becomes the record that plans look at.
 
 A test says which kernel it proves with `record_property("proves", Cubin fields)`. A kernel is proven when every test
-that names it passed; the file then holds those records and no others.
+that names it passed; the file then holds those records and no others. Nothing is recorded where a test failed that
+names none: whatever it found (a race, a graph that replays wrongly, a fault that took a worker) may be any kernel's.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ class _Recorder:
         self._path = path
         self._proved: dict[str, dict[str, Any]] = {}
         self._failed: set[str] = set()
+        self._others: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        names = any(name == "proves" for name, _ in report.user_properties)
+        if report.failed and not (names and report.when == "call"):
+            self._others.append(report.nodeid)
         for name, value in report.user_properties:
             if name != "proves" or report.when != "call":
                 continue
@@ -43,6 +48,9 @@ class _Recorder:
 
     def pytest_sessionfinish(self) -> None:
         if not self._proved:  # no GPU, or nothing selected: older records stay
+            return
+        if self._others:
+            print(f"\nnothing recorded, for a test failed that names no kernel: {', '.join(self._others)}")
             return
         made_on = {
             "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "",

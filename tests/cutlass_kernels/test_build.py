@@ -109,6 +109,25 @@ def test_a_build_on_demand_that_fails_says_why(stand_in_child, tmp_path):
         on_demand(COMBINES[0], CubinCache([tmp_path / "cubins"]))
 
 
+def test_a_record_of_another_kernel_is_refused(stand_in_child, tmp_path):
+    """No hash covers a record: 128 threads and 1000 bytes of shared memory were launched without a word."""
+    stand_in_child()
+    cache = CubinCache([tmp_path / "cubins"])
+    on_demand(DECODE_VARIANT, cache)
+    (path,) = (tmp_path / "cubins").glob("*.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "threads": 128}))
+    with pytest.raises(CubinError, match="expected a record with threads 384; got 128"):
+        on_demand(DECODE_VARIANT, cache)
+
+
+def test_a_folder_that_can_not_be_written_passes_the_executor_over(stand_in_child, tmp_path):
+    """A plan goes on to Triton for a CubinError; a NotADirectoryError stopped it."""
+    stand_in_child()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CubinError, match="Not a directory"):
+        on_demand(DECODE_VARIANT, CubinCache([tmp_path / "file" / "cubins"]))
+
+
 def test_what_is_kept_of_a_build(stand_in_child):
     stand_in_child()
     ptx = ".visible .entry name_0(\n)\n.reqntid 384, 1, 1\n"

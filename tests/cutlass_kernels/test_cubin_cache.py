@@ -97,6 +97,19 @@ def test_a_damaged_record_says_so(tmp_path, record):
         CubinCache([tmp_path]).find(VARIANT)
 
 
+@pytest.mark.parametrize("record", [b"{", b'{"variant": "x", "of": "another release"}'])
+def test_a_record_that_can_not_be_read_hides_nothing(tmp_path, record):
+    """The user's folder is shared among releases: one record of another form stopped every kernel of that name."""
+    cache = CubinCache([tmp_path])
+    cache.keep(cubin())
+    (tmp_path / f"{VARIANT}.0.json").write_bytes(record)
+    assert cache.find(VARIANT) == cubin()
+    only = CubinCache([tmp_path / "other"])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / f"{VARIANT}.0.json").write_bytes(record)
+    assert only.get(VARIANT, cubin) == cubin()
+
+
 def test_an_image_that_is_not_what_it_says_is_not_kept(tmp_path):
     with pytest.raises(CubinError, match="isn't what its sha256 says"):
         CubinCache([tmp_path]).keep(replace(cubin(), image=b"another"))

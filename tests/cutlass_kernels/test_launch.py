@@ -22,6 +22,7 @@ import torch
 
 from pagedmla.cutlass_kernels.arguments import COMBINE, DECODE, FLOAT32, INT32, INT64, MAP, POINTER, Argument, offsets
 from pagedmla.cutlass_kernels.cubin_cache import Cubin
+from pagedmla.cutlass_kernels.driver import DriverError
 from pagedmla.cutlass_kernels.launch import DecodeLauncher, Workspace
 from pagedmla.cutlass_kernels.loaded_kernel import ParameterBlock
 from pagedmla.cutlass_kernels.variants import VARIANTS
@@ -370,3 +371,10 @@ def test_a_call_makes_few_calls(recorder):
         sys.setprofile(None)
     assert events["call"] <= 25
     assert events["c_call"] <= 45
+
+
+def test_a_device_that_holds_no_cluster_is_told_when_it_is_loaded(recorder, monkeypatch):
+    """A share of a GPU may have no room for two CTAs of a cluster: the plan passed, and its first step was refused."""
+    monkeypatch.setattr(recorder, "active_clusters", lambda *_: 0)
+    with pytest.raises(DriverError, match="the device holds no cluster of 1 CTAs of this kernel"):
+        make_launcher(recorder, variant_of())

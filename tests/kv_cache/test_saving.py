@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 from dataclasses import fields, replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from pagedmla import KVCacheInputsPerDevice, PagedCacheValues, SplitKVHeadDims, get_layout
+from pagedmla.kv_cache import saving
 from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.kv_cache.page_pool import PagePool
 from pagedmla.kv_cache.paged_tensor import raw_view
@@ -184,6 +186,7 @@ DAMAGE = {
     "shape too large": lambda data: data["values"]["kv_blocks"].update(shape=(2**40, 1, 2, 2, 1, 576)),
     "offset too large": lambda data: data["values"]["kv_blocks"].update(offset=2**40),
     "no such storage": lambda data: data["values"]["kv_blocks"].update(storage=99),
+    "a name that is none": lambda data: data.update(request_names=[["a"]]),
 }
 
 
@@ -220,6 +223,18 @@ def test_flipped_bytes(checksums: bool, tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"got a damaged one \(its part '.*' isn't what was written\)"):
         load_cache(path)
+
+
+def test_a_cache_saved_without_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program has switched them off torch writes 0 for each, and every such cache was a damaged one."""
+    monkeypatch.setattr(saving, "_checksums", contextlib.nullcontext)
+    path, values = tmp_path / "cache.pt", make_values(get_layout("bf16"))
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_cache(path, values, "bf16")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(bits(load_cache(path).values.kv_blocks), bits(values.kv_blocks))
 
 
 def test_a_file_without_a_version_and_a_line_of_text(tmp_path: Path) -> None:

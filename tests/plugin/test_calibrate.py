@@ -17,6 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pagedmla.kv_cache.checks import Refusal
 from pagedmla.plugin.calibrate import (
     Calibration,
     _last_line,
@@ -550,6 +551,13 @@ def test_models_that_are_not_served(
         _check_model(str(tmp_path))
     with pytest.raises(ValueError, match="which isn't there"):
         _check_model(str(tmp_path / "nowhere"))
+
+    def unknown(model: str, trust_remote_code: bool) -> None:
+        raise ValueError("Invalid repository ID or local directory specified: 'typo'.\nPlease verify")
+
+    engine.get_config = unknown  # type: ignore[attr-defined]
+    with pytest.raises(Refusal, match=r"^typo: Invalid repository ID or local directory specified: 'typo'\.$"):
+        _check_model("typo")
 
 
 def test_an_empty_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -634,6 +634,30 @@ def test_reports_that_are_none(tmp_path: Path) -> None:
     assert_misused(run("inspect", cache, "--before", deep), "expected a report written by `pagedmla inspect --json`")
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("requests", 0, "name"), ["a"]),
+        (("requests", 0, "pages", 0, "fill"), None),
+        (("requests", 0, "pages", 0, "column"), [1]),
+        (("requests", 0, "pages", 0, "value_digest"), {}),
+        (("layers", 0, "amax"), "x"),
+        (("pool", "dead_value_pages"), [[1]]),
+    ],
+)
+def test_reports_with_other_types(place: tuple[str | int, ...], value: object, tmp_path: Path) -> None:
+    """They were believed, and ended in a TypeError where they were compared."""
+    cache, before = save(tmp_path / "cache.pt"), tmp_path / "report.json"
+    report = json.loads(run("inspect", cache, "--json").output)
+    part = report
+    for step in place[:-1]:
+        part = part[step]
+    assert part[place[-1]] != value
+    part[place[-1]] = value
+    before.write_text(json.dumps(report))
+    assert_misused(run("inspect", cache, "--before", before), "expected a report written by `pagedmla inspect --json`")
+
+
 # -- compile: what stands in its way, and rows that can be told apart --------------------------------------------------
 
 

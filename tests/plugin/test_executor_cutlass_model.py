@@ -79,6 +79,25 @@ def test_a_planned_step(layout: str, precision: str, form: str, modelled: list[t
     assert modelled == [(f"mla_decode_{layout}_{form}_r32_b64_bf16", 3, 4)]
 
 
+@pytest.mark.parametrize("layout", ["fp8_rope_bf16", "fp8_flat"])
+@pytest.mark.parametrize("precision", ["fp16", "fp8x2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        LONG,
+        StepCase((1, 1, 1), (600, 0, 513), page_size=16, heads=16, name="an empty row between two"),
+        StepCase((2, 1), (700, 520), page_size=32, heads=32, name="64 rows, causal"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_triton_says_the_same(case: StepCase, precision: str, layout: str) -> None:
+    """The two executors that a plan has on Hopper, over the same pages: what one leaves to the other must fit."""
+    pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
+    step = made(case, layout)
+    out, lse = attend(step, executor="triton")
+    assert_near(attend(step, plan=plan_for(step, precision=precision)), (out.double(), lse.double()), precision)
+
+
 def test_short_steps_take_the_exact_form(modelled: list[tuple[str, int, int]]) -> None:
     """Over few keys weights rounded to e4m3 don't average out: the bound on a step's keys decides, never a length."""
     step = made(replace(LONG, heads=32, kv_lens=(90, 511)))  # 64 rows

@@ -10,8 +10,9 @@ import torch
 
 import pagedmla
 from pagedmla.plugin import executor_triton, self_check
+from pagedmla.plugin import plan as plan_module
 from pagedmla.plugin.executor_triton import TritonExecutor
-from pagedmla.plugin.executors import Capacity, Configuration, choose
+from pagedmla.plugin.executors import Capacity, Choice, Configuration, choose
 
 pytest.importorskip("triton", reason="triton isn't installed: pip install pagedmla[triton]")
 
@@ -99,6 +100,22 @@ def test_a_plan_on_a_gpu_is_refused_with_the_fault(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(self_check.SWITCH, "0")
     assert choose(ON_GPU, capacity=CAPACITY).executor.name == "triton"
     executor_triton._fault.cache_clear()
+
+
+def test_a_plan_asks_for_its_store_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for its attention alone: torch attended what Triton's store, found wrong, had written."""
+    asked = []
+
+    def chosen(configuration: Configuration, executor: str, capacity: Capacity | None) -> Choice:
+        asked.append((configuration.operation, capacity is not None))
+        return choose(replace(configuration, device=torch.device("cpu")), "torch")
+
+    monkeypatch.setattr(plan_module, "choose", chosen)
+    arguments = {"layout": "bf16", "num_heads": 1, "page_size": 16, "max_batch": 1, "max_tokens": 1,
+                 "max_cache_length": 16, "dtype": torch.bfloat16, "device": "cpu", "sm_scale": 1.0}  # fmt: skip
+    for reserve in (True, False):
+        pagedmla.plan(**arguments, reserve=reserve)
+    assert asked == [("attend", True), ("store", True), ("attend", False), ("store", False)]
 
 
 def test_what_was_checked_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
