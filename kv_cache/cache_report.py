@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -159,13 +160,20 @@ class CacheReport:
         return report
 
 
+@cache
+def _fields_of(kind: type) -> tuple[dict[str, Any], frozenset[str]]:
+    """(type of each field, names of those without a default): once a class, for a report has a record a page."""
+    types = get_type_hints(kind)
+    return types, frozenset(each.name for each in fields(kind) if each.default is MISSING)
+
+
 def _typed(kind: Any, value: Any, where: str) -> Any:
     """`value`, plain as JSON has it, as what a field's type asks for. TypeError or KeyError names the place."""
     if isinstance(kind, type) and is_dataclass(kind):
-        if not isinstance(value, Mapping) or value.keys() - {each.name for each in fields(kind)}:
+        types, needed = _fields_of(kind)
+        if not isinstance(value, Mapping) or value.keys() - types.keys():
             raise TypeError(f"{where}: expected the fields of {kind}")
-        types = get_type_hints(kind)
-        given = [each.name for each in fields(kind) if each.name in value or each.default is MISSING]
+        given = [name for name in types if name in value or name in needed]
         return kind(**{name: _typed(types[name], value[name], f"{where}.{name}") for name in given})
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:  # something or None
