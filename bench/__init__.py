@@ -12,10 +12,11 @@
 | host_cost, growth         | a step's parts on the host, and how cost grows                                |
 | **models**                |                                                                               |
 | model                     | what compiled kernels could do on a GPU, from static figures                  |
+| published                 | what other projects published for a case, to stand beside the model           |
 | balance                   | how evenly schedules cut ragged batches                                       |
 | **told**                  |                                                                               |
 | rows                      | the one format of a measured or modelled row                                  |
-| table, pictures           | rows on a terminal, and drawn                                                 |
+| table, pictures           | rows on a terminal, and drawn as one picture                                  |
 | run, command              | `pagedmla bench`: a run and its report, and what its options mean             |
 | hopper                    | the run of `make gpu`                                                         |
 | **accuracy**              | scripts of their own, which need transformers or the engine                   |

@@ -92,15 +92,17 @@ class CudaClock:
         return 1e3 * statistics.median(float(start.elapsed_time(end)) for start, end in spans)
 
 
-def least_microseconds(call: Callable[[], object], seconds: float = 0.1) -> float:
+def least_microseconds(call: Callable[[], object], seconds: float = 0.1, calls: int = 1) -> float:
     """Of a host function that runs in one thread: the least CPU time of its runs, of which there are _FEWEST or more.
 
-    CPU time, since host functions are small: on a busy machine their wall time is mostly that of others.
+    CPU time, since host functions are small: on a busy machine their wall time is mostly that of others. `calls` a run,
+    of which one is told: for those that take so little that reading the clock, near a microsecond, would show.
     """
     call()
     best, runs, until = float("inf"), 0, time.perf_counter() + seconds
     while runs < _FEWEST or time.perf_counter() < until:
         start = time.thread_time()
-        call()
+        for _ in range(calls):
+            call()
         best, runs = min(best, time.thread_time() - start), runs + 1
-    return 1e6 * best
+    return 1e6 * best / calls

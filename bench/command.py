@@ -113,7 +113,7 @@ def bench(
     try:
         made.measure(chosen or default, after_each=keep)
         if not on_gpu:
-            made.model(axes.layouts, chosen)
+            made.model(axes.layouts, chosen, quick=quick)
             keep()
         if quick:
             made.host((1, 64), seconds=0.02)
@@ -129,6 +129,6 @@ def bench(
         made.say("no pictures: nothing was measured")
     elif pictures is not None:
         stem = json_file.stem if json_file is not None else "bench"
-        for path in draw(made.measured, made.roof, f"decode on {device_name(device)}", pictures, stem):
-            made.say(str(path))
+        picture = pictures / f"{stem}.png"
+        made.say(str(draw(made.measured, made.roof, f"decode on {device_name(device)}", picture)))
     return made.ours_ran and not any(row.ours and row.correct is False for row in made.measured)

@@ -25,11 +25,12 @@ from pagedmla.hardware.cost import StepCost, attention_cost
 from pagedmla.kv_cache.checks import Refusal
 from pagedmla.plugin.executor_reference import ReferenceExecutor
 from pagedmla.plugin.executor_triton import TritonExecutor
+from pagedmla.plugin.executors import PRECISIONS
 
 OURS = "pagedmla "
 _GPU_EXECUTORS = ("cutlass", "triton")
 _ORACLE_AT_MOST = 1 << 17  # logits: beyond, float64 a query at a time takes seconds
-_PRECISIONS = dict.fromkeys(("cutlass", "cutlass-model"), ("auto", "fp8x2", "fp8"))
+_PRECISIONS = dict.fromkeys(("cutlass", "cutlass-model"), PRECISIONS)
 _TOLERANCES = {"fp16": EXACT, "fp8x2": TWO_TERMS, "fp8x1": ONE_TERM}
 
 

@@ -1,4 +1,4 @@
-"""The decode benchmark for a real GPU: what `make gpu` measures, as one JSON and its pictures.
+"""The decode benchmark for a real GPU: what `make gpu` measures, as one JSON and one picture.
 
     python -m pagedmla.bench.hopper --out bench/results
     python -m pagedmla.bench.hopper --full           # every combination: hours
@@ -26,7 +26,7 @@ SECONDS = 100.0
 
 
 def run(device: torch.device, cases: Sequence[Case], folder: Path, seconds: float | None = None) -> Path:
-    """Measure, print, write gpu-CARD.json and its pictures; returns the JSON's path."""
+    """Measure, print, write gpu-CARD.json and, where anything was measured, gpu-CARD.png; returns the JSON's path."""
     card = device_name(device)
     path = folder / f"{record_name(card)}.json"
     bench = Bench(device, make_console(), seconds)
@@ -37,7 +37,8 @@ def run(device: torch.device, cases: Sequence[Case], folder: Path, seconds: floa
 
     bench.measure(cases, after_each=write)
     write()
-    draw(bench.rows, bench.roof, f"decode on {card}", folder, path.stem)
+    if bench.rows:
+        draw(bench.rows, bench.roof, f"decode on {card}", path.with_suffix(".png"))
     return path
 
 
@@ -48,9 +49,7 @@ def record_name(card: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path("bench", "results"), help="folder of the JSON and the pictures"
-    )
+    parser.add_argument("--out", type=Path, default=Path("bench", "results"), help="folder of the JSON and the picture")
     parser.add_argument("--full", action="store_true", help="every combination, however long it takes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="begin no case after so long")
     given = parser.parse_args()

@@ -6,8 +6,10 @@ plan       `pagedmla.plan`, once for an engine
 prepare    `Plan.prepare` from host copies: every check of a step, once for all its layers
 allocator  `PagePool.values`: the embedded allocator's tables and lengths (an engine brings its own)
 adapter    vLLM's metadata as cache values: once a step
-launch     `pagedmla.attend` with a plan, a layer: all checks, and the launches up to the driver. Its tensors are on the
-           meta device: as on a GPU nothing can be read from them
+launch     `pagedmla.attend` with a plan, a layer, by Triton: all checks, and the launches up to the driver. Its tensors
+           are on the meta device: as on a GPU nothing can be read from them
+launcher   the CUTLASS launcher's own call, a layer: checks, packing, and the launches up to the driver (one; two where
+           the step is cut). The aim: less than 15 us. Torch's answers, which device and stream are current, come on top
 builder    our vLLM metadata builder, beside the engine's own on the same metadata (the aim: at most 1.2 of its time)
 
 CPU time of the calling thread, the least of many runs, since other processes only ever add to one.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -31,17 +34,26 @@ from pagedmla.adapters.vllm import CacheLengths, layer_pools
 from pagedmla.bench.cases import FLAGSHIP, PAGE_SIZE, SM_SCALE
 from pagedmla.bench.clocks import least_microseconds
 from pagedmla.bench.peers import hide_checkout
+from pagedmla.cutlass_kernels.cubin_cache import Cubin
+from pagedmla.cutlass_kernels.driver import Driver, LaunchShape
+from pagedmla.cutlass_kernels.launch import DecodeLauncher, Workspace, partial_rows
+from pagedmla.cutlass_kernels.tensor_maps import MAP_BYTES, TiledMap
+from pagedmla.cutlass_kernels.variants import COMBINES, CombineVariant, Variant
+from pagedmla.hardware.cost import H200
 from pagedmla.hardware.targets import find_target
 from pagedmla.kv_cache.checks import ceildiv
 from pagedmla.kv_cache.page_pool import PagePool
+from pagedmla.kv_cache.paged_tensor import PagedTensor
+from pagedmla.plugin.executor_cutlass_variants import choose_variant
 from pagedmla.plugin.executor_triton import TritonExecutor
-from pagedmla.plugin.executors import AttendOptions, Choice
+from pagedmla.plugin.executors import AttendOptions, Choice, Configuration
 from pagedmla.plugin.step import Step
 from pagedmla.triton_kernels.recording import record
 
 HEADS = 16
 REQUESTS = (1, 64, 256)
 KV_LEN = 4096
+PIECES = 2  # of a cut request; more cost the host nothing more
 RUNS, STEPS = 100, 20
 
 
@@ -66,19 +78,52 @@ class _UpToTheDriver(TritonExecutor):
         record(lambda: super(_UpToTheDriver, self).attend(step, q, out, lse, options), find_target("sm_90"))
 
 
+class _NothingBehind:
+    """Stands at our own driver interface (cutlass_kernels/driver.py), counts launches and does nothing, so that a call
+    takes the launcher's own time. It is no driver: nothing is loaded, mapped or run."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def make_current(self, device: int) -> None: ...
+
+    def load(self, cubin: bytes) -> str:
+        return "module"
+
+    def function(self, module: str, name: str) -> str:
+        return name
+
+    def allow_shared(self, function: str, shared_bytes: int) -> None: ...
+
+    def active_clusters(self, function: str, shape: LaunchShape) -> int:
+        return H200.multiprocessors // shape.cluster
+
+    def encode(self, tiles: TiledMap) -> bytes:
+        return bytes(MAP_BYTES)
+
+    def prepare(self, function: str, shape: LaunchShape, addresses: Sequence[int]) -> Callable[[int], None]:
+        def start(stream: int) -> None:
+            self.launches += 1
+
+        return start
+
+
 def measure(requests: Sequence[int] = REQUESTS, kv_len: int = KV_LEN, seconds: float = 0.1) -> Iterator[HostCost]:
-    """Every part for each number of requests; the launch where Triton is installed, the builder where vLLM is."""
+    """Every part for each number of requests; `launch` where Triton is installed, the builder where vLLM is."""
     parts: dict[str, Callable[[int, int], Callable[[], object]]] = {
         "plan": plan_call,
         "prepare": prepare_call,
         "allocator": allocator_call,
         "adapter": adapter_call,
+        "launcher": partial(launcher_call, pieces=1),
+        "launcher, cut": partial(launcher_call, pieces=PIECES),
     }
     if find_spec("triton") is not None:
         parts["launch"] = launch_call
     for count in requests:
         for what, part in parts.items():
-            microseconds = least_microseconds(part(count, kv_len), seconds)
+            calls = STEPS if what.startswith("launcher") else 1
+            microseconds = least_microseconds(part(count, kv_len), seconds, calls)
             yield HostCost(what, count, kv_len, round(microseconds, 1))
     if find_spec("vllm") is not None:
         for count in requests:
@@ -152,6 +197,39 @@ def launch_call(requests: int, kv_len: int) -> Callable[[], object]:
     return lambda: pagedmla.attend(q, values, 0, sm_scale=SM_SCALE, layout=layout, plan=plan, out=out)
 
 
+def launcher_call(requests: int, kv_len: int, pieces: int, driver: Driver | None = None) -> Callable[[], object]:
+    """The kernel that such a step takes, its tensors on the CPU: only their addresses are read."""
+    layout = pagedmla.get_layout(FLAGSHIP)
+    configuration = Configuration("attend", torch.device("cuda"), layout, HEADS, PAGE_SIZE, torch.bfloat16)
+    variant = choose_variant(configuration, 1, kv_len)
+    combine = next(each for each in COMBINES if each.dtype == variant.dtype)
+    made = DecodeLauncher(
+        variant, driver or _NothingBehind(), 0, _no_cubin(variant), _no_cubin(combine), current_stream=lambda: 0
+    )
+    values = _values(requests, kv_len, "cpu")
+    planes = layout.planes(
+        PagedTensor.bind(values.kv_blocks, "kv_blocks"), PagedTensor.bind(values.kv_scales, "kv_scales"), 0
+    )
+    q = torch.zeros(requests, HEADS, layout.width, dtype=torch.bfloat16)
+    starts = torch.arange(requests + 1, dtype=torch.int32)
+    out = torch.empty(requests, HEADS, layout.latent, dtype=torch.bfloat16)
+    lse = torch.empty(requests, HEADS)
+    held = partial_rows(variant, H200.multiprocessors) if pieces > 1 else 0
+    workspace = Workspace.empty(held, requests * HEADS, "cpu")
+    return lambda: made(
+        q, planes, values.lookup_table, values.cache_lengths, starts, out, lse, workspace, sm_scale=SM_SCALE,
+        num_partitions=pieces, scales_lookup_table=values.lookup_table,
+    )  # fmt: skip
+
+
+def _no_cubin(kernel: Variant | CombineVariant) -> Cubin:
+    """A kernel's record, with nothing in it to load."""
+    return Cubin(
+        variant=kernel.name, entry=kernel.name, threads=kernel.threads, shared_bytes=kernel.shared_bytes,
+        cluster=kernel.cluster, rows=kernel.rows, may_start_early=False, source="", dsl="", sha256="",
+    )  # fmt: skip
+
+
 def _values(requests: int, kv_len: int, device: torch.device | str) -> pagedmla.KVCacheInputsPerDevice:
     """A step of one token a request; its pages are few, and repeat in the table."""
     pool = PagePool(FLAGSHIP, num_layers=1, page_size=PAGE_SIZE, num_pages=8, device=device)
@@ -223,4 +301,4 @@ if __name__ == "__main__":
             if cost.beside is None
             else f", vLLM's own {cost.beside:.1f} us, ratio {cost.microseconds / cost.beside:.2f}"
         )
-        print(f"{cost.what:10} {cost.requests:5} requests: {cost.microseconds:8.1f} us{ratio}")
+        print(f"{cost.what:13} {cost.requests:5} requests: {cost.microseconds:8.1f} us{ratio}")

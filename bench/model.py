@@ -12,8 +12,9 @@ and the largest of the three binds, if all else overlaps perfectly. So it is an 
 the second read of keys by a second tile of rows and the merge of splits aren't in it. Rows are those of the tile, so a
 request with fewer pays for the padding. `split_queries` marks float16 queries in two bfloat16 parts.
 
-**Steps** (`step_rows`): microseconds of a case, in the format of measured rows. CUTLASS by its time model
-(cutlass_kernels/time_model.py); Triton by the bound above alone: its row says "at least" and has no share of a floor.
+**Steps** (`step_rows`): microseconds of a case, in the format of measured rows, with the floor and what others
+published for that very case. CUTLASS by its time model (cutlass_kernels/time_model.py), whose constants are fitted to
+an H200's rows; Triton by the bound above alone: its row says "at least" and has no share of a floor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import Any
 import torch
 
 import pagedmla
-from pagedmla.bench.cases import PAGE_SIZE, Case
+from pagedmla.bench import published
+from pagedmla.bench.cases import PAGE_SIZE, Case, grid
 from pagedmla.bench.contenders import OURS
 from pagedmla.bench.rows import MODEL, Row, make_row
 from pagedmla.cutlass_kernels import time_model
@@ -37,13 +39,14 @@ from pagedmla.hardware.cost import B200, H100, H200, Gpu, StepCost, attention_co
 from pagedmla.hardware.targets import find_target
 from pagedmla.kv_cache.checks import ceildiv
 from pagedmla.plugin import executor_cutlass_variants as variants
-from pagedmla.plugin.executors import Capacity, Configuration
+from pagedmla.plugin.executors import PRECISIONS, Capacity, Configuration
 from pagedmla.triton_kernels.tiles import rows_for
 
 RESULTS = Path(__file__).parent / "results"
 TRITON_TABLE = RESULTS / "compile-triton.json"
 CUTLASS_TABLE = RESULTS / "compile-cutlass.json"
 
+STEPS_ON = (H200, H100)  # whose steps are modelled
 SCHEDULERS = 4  # warp instructions a cycle and multiprocessor
 CLOCK_GHZ = 1.8  # under load; published tensor peaks imply 1.83 (Hopper) and 1.86 (Blackwell)
 TARGET_OF = {H100: "sm_90", H200: "sm_90", B200: "sm_100"}
@@ -157,6 +160,17 @@ def compile_table(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def step_cases(layouts: Iterable[str], *, few: bool = False) -> list[Case]:
+    """What is modelled where nobody asks for a case: 4096 keys and, unless `few`, each shape that others published."""
+    cases: list[Case] = []
+    for layout in layouts:
+        of_layout = {*grid([layout], (16, 128), (1, 8, 32, 128), (4096,))}
+        if not few:
+            of_layout |= {Case(layout, *shape) for shape in published.shapes()}
+        cases += sorted(of_layout, key=lambda case: (case.heads, case.q_len, case.kv_len, case.batch))
+    return cases
+
+
 def step_rows(case: Case, gpu: Gpu, triton: Iterable[dict[str, Any]], cutlass: Iterable[dict[str, Any]]) -> list[Row]:
     """The case on `gpu`, by each executor whose compile table has the kernel that it would take."""
     layout = pagedmla.get_layout(case.layout)
@@ -182,12 +196,12 @@ def usual_trip(row: dict[str, Any], variant: Variant) -> float:
 
 
 def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """What `precision` "auto" and "fp8" take."""
+    """In each precision that changes which kernel it takes."""
     if TARGET_OF[gpu] != "sm_90":  # the kernels are Hopper's
         return
     rows = {row["options"]["variant"]: row for row in table if row["kernel"] == "decode" and "refused" not in row}
     chosen: dict[Variant, int] = {}
-    for precision in ("auto", "fp8"):
+    for precision in PRECISIONS:
         configuration = Configuration(
             "attend", torch.device("cuda"), pagedmla.get_layout(case.layout), case.heads, PAGE_SIZE, torch.bfloat16,
             precision,

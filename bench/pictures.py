@@ -1,6 +1,7 @@
-"""The bench as pictures: the roofline, time against context, share of the floor. One source and device a picture.
+"""The bench as one picture: roofline, share of the floor, and time against context. One source and device a picture.
 
-Markers say the same as colours, again. A red ring is a case that one of ours loses to a peer.
+Markers say the same as colours, again, and both mean the same contender in every panel. A red ring is a case that one
+of ours loses to a peer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from pagedmla.plugin.palette import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE
 from pagedmla.plugin.pictures import new_figure, write_picture
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY_BLUE, BLACK, YELLOW)
 MARKERS = "osD^vP*X"
+_ACROSS = 3  # panels
 _DPI = 90
+_Style = tuple[str, str]  # colour, marker
 
 
 def expect_matplotlib() -> None:
@@ -31,8 +34,8 @@ def expect_matplotlib() -> None:
         raise ImportError("pictures need matplotlib: pip install pagedmla[plots]")
 
 
-def draw(rows: Sequence[Row], roof: Roof | None, title: str, folder: Path, stem: str) -> list[Path]:
-    """Writes STEM-roofline.png (where there is a roof), STEM-context.png and STEM-floor.png; returns their paths.
+def draw(rows: Sequence[Row], roof: Roof | None, title: str, path: Path) -> Path:
+    """Writes `path` and returns it; makes its folder. Without a roof, time against context is all there is.
 
     ImportError names the extra where matplotlib isn't installed, ValueError where there is nothing to draw.
     """
@@ -41,97 +44,83 @@ def draw(rows: Sequence[Row], roof: Roof | None, title: str, folder: Path, stem:
     if len({(row.source, row.device) for row in rows}) > 1:
         raise Refusal("pictures: expected rows of one source and device; measured and model aren't drawn together")
     expect_matplotlib()
-    folder.mkdir(parents=True, exist_ok=True)
-    figures: dict[str, Figure] = {"context": _context(rows), "floor": _floor(rows)}
+    contexts = list(dict.fromkeys((row.layout, row.heads) for row in rows))
+    before = 0 if roof is None else 2
+    panels = before + len(contexts)
+    across = min(_ACROSS, panels)
+    down = ceildiv(panels, across)
+    figure = new_figure(4.6 * across, 3.7 * down + 0.6)
+    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    for axis in axes[panels:]:
+        axis.axis("off")
+    styles = _styles(rows)
     if roof is not None:
-        figures["roofline"] = _roofline(rows, roof)
-    written = []
-    for name, figure in figures.items():
-        figure.suptitle(f"{title}: {rows[0].source}", fontsize=10)
-        path = folder / f"{stem}-{name}.png"
-        write_picture(figure, path, _DPI)
-        written.append(path)
-    return written
+        _roofline(axes[0], rows, roof, styles)
+        _floor(axes[1], rows, styles)
+    for axis, (layout, heads) in zip(axes[before:], contexts):
+        if axis is not axes[before]:
+            axis.sharey(axes[before])
+        _context(axis, [row for row in rows if (row.layout, row.heads) == (layout, heads)], styles)
+        axis.set_title(f"{layout}, {heads} heads", fontsize=9)
+    figure.suptitle(f"{title}: {rows[0].source}", fontsize=10)
+    named: dict[str, Artist] = {}
+    for axis in axes[:panels]:
+        axis.grid(alpha=0.3, which="major")
+        named |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels()) if label not in named}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2 * across, fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_picture(figure, path, _DPI)
+    return path
 
 
-def _roofline(rows: Sequence[Row], roof: Roof) -> Figure:
+def _roofline(axis: Axes, rows: Sequence[Row], roof: Roof, styles: dict[str, _Style]) -> None:
     """TFLOP/s against FLOPs a byte, under what memory and multipliers allow."""
-    figure = new_figure(7, 5)
-    axis = figure.subplots()
     intensities = [1e3 * row.tflop_per_s / row.gb_per_s for row in rows]
     ridge = roof.bf16_tflops / roof.terabytes_per_second
     span = [min(*intensities, ridge) / 2, max(*intensities, ridge) * 2]
-    for name, peak in {"FP8": roof.fp8_tflops, "16 bit": roof.bf16_tflops}.items():
+    for name, line, peak in (("FP8", "k-", roof.fp8_tflops), ("16 bit", "k--", roof.bf16_tflops)):
         if name == "FP8" and roof.fp8_tflops == roof.bf16_tflops:
             continue
         points = [span[0], peak / roof.terabytes_per_second, span[1] * peak / roof.bf16_tflops]
         label = f"roof ({name})" if roof.fp8_tflops != roof.bf16_tflops else "roof"
-        axis.plot(points, [min(peak, x * roof.terabytes_per_second) for x in points], "k-", lw=1, label=label)
-    for name, colour, marker, mine in _by_contender(rows):
-        axis.plot([1e3 * r.tflop_per_s / r.gb_per_s for r in mine], [r.tflop_per_s for r in mine], marker, color=colour,
-                  label=name, alpha=0.8, ls="")  # fmt: skip
-    _ring(axis, [(1e3 * row.tflop_per_s / row.gb_per_s, row.tflop_per_s) for row in rows if row.loses])
+        axis.plot(points, [min(peak, x * roof.terabytes_per_second) for x in points], line, lw=1, label=label)
+    _points(axis, rows, styles, [(1e3 * row.tflop_per_s / row.gb_per_s, row.tflop_per_s) for row in rows])
     axis.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="TFLOP/s")
-    _finish(axis)
-    return figure
 
 
-def _context(rows: Sequence[Row]) -> Figure:
-    """Microseconds against keys of the step, a panel a layout and number of heads, a line a number of requests."""
-    panels = list(dict.fromkeys((row.layout, row.heads) for row in rows))
-    across = min(3, len(panels))
-    down = ceildiv(len(panels), across)
-    figure = new_figure(4.2 * across, 3.4 * down)
-    axes = figure.subplots(down, across, sharey=True, squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
-    for axis, (layout, heads) in zip(axes.flat, panels):
-        shown = [row for row in rows if (row.layout, row.heads) == (layout, heads)]
-        for name, colour, marker, mine in _by_contender(shown):
-            for at, batch in enumerate(sorted({row.batch for row in mine})):
-                line = sorted((row for row in mine if row.batch == batch), key=lambda row: row.kv_len)
-                keys = [row.batch * row.kv_len for row in line]
-                axis.plot(keys, [row.microseconds for row in line], marker, color=colour, ls="-", lw=0.8,
-                          label=None if at else name)  # fmt: skip
-        _ring(axis, [(row.batch * row.kv_len, row.microseconds) for row in shown if row.loses])
-        axis.set(xscale="log", yscale="log", xlabel="keys of all requests", title=f"{layout}, {heads} heads")
-        axis.title.set_fontsize(9)
-        _finish(axis, legend=axis is axes.flat[0])
-    for row_of_axes in axes:
-        row_of_axes[0].set_ylabel("microseconds")
-    return figure
-
-
-def _floor(rows: Sequence[Row]) -> Figure:
+def _floor(axis: Axes, rows: Sequence[Row], styles: dict[str, _Style]) -> None:
     """Share of the floor against FLOPs of the step: where time goes to something else than the work."""
-    figure = new_figure(7, 5)
-    axis = figure.subplots()
-    for name, colour, marker, mine in _by_contender(rows):
-        points = [(r.tflop_per_s * r.microseconds * 1e-3, 100 * r.share_of_floor) for r in mine if r.share_of_floor]
-        if points:
-            axis.plot(*zip(*points), marker, color=colour, label=name, alpha=0.8, ls="")
-    losing = [row for row in rows if row.loses and row.share_of_floor]
-    _ring(axis, [(row.tflop_per_s * row.microseconds * 1e-3, 100 * (row.share_of_floor or 0)) for row in losing])
+    shown = [row for row in rows if row.share_of_floor]
+    places = [(row.tflop_per_s * row.microseconds * 1e-3, 100 * (row.share_of_floor or 0)) for row in shown]
+    _points(axis, shown, styles, places)
     axis.set(xscale="log", xlabel="GFLOP of the step", ylabel="share of the floor, %", ylim=(0, None))
-    _finish(axis)
-    return figure
 
 
-def _by_contender(rows: Sequence[Row]) -> list[tuple[str, str, str, list[Row]]]:
-    """Name, colour, marker and rows of each; ours come first."""
+def _context(axis: Axes, rows: Sequence[Row], styles: dict[str, _Style]) -> None:
+    """Microseconds against keys of the step, a line a number of requests, of query tokens and kind of lengths."""
+    for name, (colour, _) in styles.items():
+        mine = [row for row in rows if row.contender == name]
+        for kind in sorted({(row.batch, row.q_len, row.lengths) for row in mine}):
+            line = [row for row in mine if (row.batch, row.q_len, row.lengths) == kind]
+            line.sort(key=lambda row: row.kv_len)
+            keys = [row.batch * row.kv_len for row in line]
+            axis.plot(keys, [row.microseconds for row in line], color=colour, lw=0.8)
+    _points(axis, rows, styles, [(row.batch * row.kv_len, row.microseconds) for row in rows])
+    axis.set(xscale="log", yscale="log", xlabel="keys of all requests", ylabel="microseconds")
+
+
+def _points(axis: Axes, rows: Sequence[Row], styles: dict[str, _Style], places: Sequence[tuple[float, float]]) -> None:
+    """A row a place, and a ring around those that lose."""
+    for name, (colour, marker) in styles.items():
+        mine = [place for row, place in zip(rows, places, strict=True) if row.contender == name]
+        if mine:
+            axis.plot(*zip(*mine), marker, color=colour, label=name, alpha=0.8, ls="")
+    losing = [place for row, place in zip(rows, places, strict=True) if row.loses]
+    if losing:
+        axis.plot(*zip(*losing), "o", mfc="none", mec="red", ms=11, ls="", label="loses to a peer")
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, _Style]:
+    """Of each contender; ours come first."""
     found = sorted({(not row.ours, row.contender) for row in rows})
-    return [
-        (name, COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)], [row for row in rows if row.contender == name])
-        for at, (_, name) in enumerate(found)
-    ]
-
-
-def _ring(axis: Axes, points: list[tuple[float, float]]) -> None:
-    if points:
-        axis.plot(*zip(*points), "o", mfc="none", mec="red", ms=11, ls="", label="loses to a peer")
-
-
-def _finish(axis: Axes, legend: bool = True) -> None:
-    axis.grid(alpha=0.3, which="major")
-    if legend:
-        axis.legend(fontsize=7)
+    return {name: (COLOURS[at % len(COLOURS)], MARKERS[at % len(MARKERS)]) for at, (_, name) in enumerate(found)}

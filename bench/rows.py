@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from pagedmla.bench.cases import Case
+from pagedmla.bench.published import Published, published
 from pagedmla.hardware.cost import Roof, StepCost
 
 MEASURED, MODEL = "measured", "model"
@@ -24,6 +25,8 @@ class Row:
     best_peer, speedup        of ours: the fastest correct peer in the same case, and its time over ours (< 1: we lose)
     bound                     its time is only the least that it could be
     oracle                    the float64 meaning: timed, and no party to a race
+    floor_us                  the least time itself, of a bound too; None where the device's peaks aren't known
+    published                 of a model: what others published for the case, on the cards that they name
     """
 
     source: str
@@ -47,6 +50,8 @@ class Row:
     speedup: float | None = None
     bound: bool = False
     oracle: bool = False
+    floor_us: float | None = None
+    published: Sequence[Published] = ()
 
     @property
     def case(self) -> Case:
@@ -79,7 +84,7 @@ def make_row(
     tolerance: float | None = None,
 ) -> Row:
     """A row with what follows from its time; `roof` gives the floor, None leaves it out."""
-    floor = None if roof is None or bound else cost.floor_us(roof, fp8_mma=fp8_mma)
+    floor = None if roof is None else cost.floor_us(roof, fp8_mma=fp8_mma)
     return Row(
         source=source,
         device=device,
@@ -97,9 +102,11 @@ def make_row(
         microseconds=round(microseconds, 1) if microseconds >= 100 else _significant(microseconds),
         gb_per_s=_significant(cost.bytes / microseconds / 1e3),
         tflop_per_s=_significant(cost.flops / microseconds / 1e6),
-        share_of_floor=None if floor is None else round(floor / microseconds, 3),
+        share_of_floor=None if floor is None or bound else round(floor / microseconds, 3),
         bound=bound,
         oracle=oracle,
+        floor_us=None if floor is None else _significant(floor),
+        published=published(case) if source == MODEL else (),
     )
 
 

@@ -31,11 +31,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pagedmla import __version__
 from pagedmla.bench import balance, growth, host_cost, memory, model, table
-from pagedmla.bench.cases import FLAGSHIP, PAGE_SIZE, Case, grid
+from pagedmla.bench.cases import FLAGSHIP, PAGE_SIZE, Case
 from pagedmla.bench.clocks import Clock, CpuClock, CudaClock
 from pagedmla.bench.measure import device_name, measure
 from pagedmla.bench.roofs import roof_of
 from pagedmla.bench.rows import MEASURED, Row, losing_regions, was_compared, wrong_rows
+from pagedmla.cutlass_kernels.compile import stale
 from pagedmla.hardware.cost import H200, Roof
 from pagedmla.kv_cache.files import write_text
 
@@ -151,9 +152,9 @@ class Bench:
             if len(self.unmeasured) > _NAMED:
                 self.say(f"  and {len(self.unmeasured) - _NAMED} more: `unmeasured` in the JSON names all")
 
-    def model(self, layouts: Sequence[str] | None, cases: Sequence[Case] | None = None) -> None:
-        """The compiled kernels' budgets on all GPUs, and a model of the cases on an H200. FileNotFoundError without a
-        compile table."""
+    def model(self, layouts: Sequence[str] | None, cases: Sequence[Case] | None = None, *, quick: bool = False) -> None:
+        """The compiled kernels' budgets on all GPUs, and a model of the cases on an H200 and an H100. FileNotFoundError
+        without a compile table."""
         triton = model.compile_table(model.TRITON_TABLE)
         cutlass = model.compile_table(model.CUTLASS_TABLE)
         wanted = layouts or None
@@ -170,13 +171,18 @@ class Bench:
         self.console.print(table.kernel_table(shown, H200.name))
         if len(shown) < len(budgets):
             self.say(f"{len(budgets) - len(shown)} more (GPUs, layouts, pages, query types) are in the JSON")
-        cases = cases or [*grid(wanted or [FLAGSHIP], (16, 128), (1, 8, 32, 128), (4096,))]
+        outdated = stale(cutlass)
+        if outdated:
+            self.say(outdated, table.WRONG)
+        cases = cases or model.step_cases(wanted or [FLAGSHIP], few=quick)
         cases = [case for case in cases if memory.refusal(case, torch.device("cuda")) is None]  # a host couldn't say it
-        rows = [row for case in cases for row in model.step_rows(case, H200, triton, cutlass)]
+        rows = [row for gpu in model.STEPS_ON for case in cases for row in model.step_rows(case, gpu, triton, cutlass)]
         self.rows += rows
         if rows:
-            title = f"decode, one layer, a model of {H200.name}: nothing was run"
-            self.console.print(table.case_table(rows, title, self.console.width))
+            names = " and ".join(gpu.name for gpu in model.STEPS_ON)
+            title = f"decode, one layer, a model of {names}: nothing was run"
+            self.console.print(table.model_table(rows, title, self.console.width))
+            self.say("~: a model, fitted to an H200's rows of earlier kernels. H800: an H100's chip and memory")
 
     def host(self, requests: Sequence[int] = host_cost.REQUESTS, seconds: float = 0.1) -> None:
         costs = []
@@ -188,7 +194,10 @@ class Bench:
                 _log(progress, f"host time: {cost.what}, requests: {cost.requests}")
         self.sections["host"] = [cost.to_dict() for cost in costs]
         self.console.print(table.host_table(costs))
-        self.say("launch: a layer, all of `attend` up to the driver; builder: vLLM metadata, where vllm is installed")
+        self.say(
+            "launch: a layer, all of `attend` by Triton up to the driver; launcher: a layer, the CUTLASS launcher's "
+            "call up to the driver (aim: under 15 us); builder: vLLM metadata, where vllm is installed"
+        )
 
     def growth(self, requests: Sequence[int] = growth.REQUESTS, contexts: Sequence[int] = growth.CONTEXTS) -> None:
         found: list[growth.Growth] = []

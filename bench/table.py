@@ -14,7 +14,7 @@ from pagedmla.bench.balance import Balance
 from pagedmla.bench.cases import UNIFORM
 from pagedmla.bench.growth import Growth
 from pagedmla.bench.host_cost import HostCost
-from pagedmla.bench.rows import MODEL, Row
+from pagedmla.bench.rows import Row
 
 LOSES, WRONG = "red", "bold red"
 WIDE = 120
@@ -23,7 +23,7 @@ _Column = tuple[str, str, Callable[[Row], str | Text]]  # heading, justification
 
 
 def case_table(rows: Sequence[Row], title: str, width: int = WIDE) -> Table:
-    """A row a contender under its case. A model's rows say so in `source`, and their microseconds carry a ~.
+    """Measured rows, a contender each under its case.
 
     Less than WIDE columns of a terminal don't hold it all: what follows from the time is then left to the JSON.
     """
@@ -31,14 +31,14 @@ def case_table(rows: Sequence[Row], title: str, width: int = WIDE) -> Table:
         ("contender", "left", lambda row: row.contender),
         ("reads", "left", lambda row: row.reads),
         ("source", "left", lambda row: row.source),
-        ("us", "right", lambda row: ("~" if row.source == MODEL else "") + _time(row.microseconds)),
-        ("GB/s", "right", lambda row: "-" if row.bound else _number(row.gb_per_s)),
-        ("TFLOP/s", "right", lambda row: "-" if row.bound else _number(row.tflop_per_s)),
-        ("of floor", "right", lambda row: "-" if row.share_of_floor is None else f"{row.share_of_floor:.1%}"),
+        ("right", "left", _verdict),
+        ("error", "right", lambda row: _number(row.relative_l2)),
+        ("us", "right", lambda row: _time(row.microseconds)),
+        ("GB/s", "right", lambda row: _number(row.gb_per_s)),
+        ("TFLOP/s", "right", lambda row: _number(row.tflop_per_s)),
+        ("of floor", "right", _share),
+        ("beside the best peer", "left", _beside),
     ]
-    if any(row.source != MODEL for row in rows):  # a model computes no output
-        columns[3:3] = [("right", "left", _verdict), ("error", "right", lambda row: _number(row.relative_l2))]
-        columns.append(("beside the best peer", "left", _beside))
     if width < WIDE:
         columns = [column for column in columns if column[0] not in ("reads", "source", "GB/s", "TFLOP/s")]
     table = _titled(title)
@@ -56,6 +56,39 @@ def case_table(rows: Sequence[Row], title: str, width: int = WIDE) -> Table:
             table.add_row(Text(_label(row), "bold"))
         table.add_row(*(content(row) for _, _, content in columns))
         previous = row
+    return table
+
+
+def model_table(rows: Sequence[Row], title: str, width: int = WIDE) -> Table:
+    """A model's rows, which carry a ~: a contender each under its case, GPUs side by side.
+
+    A case's first line has what others published for it, won or lost: measured by them, on the cards named. Less than
+    WIDE columns leave the floors, but not the shares of them, to the JSON.
+    """
+    gpus = list(dict.fromkeys(row.device for row in rows))
+    by_gpu: list[_Column] = [
+        ("us", "right", lambda row: "~" + _time(row.microseconds)),
+        ("floor", "right", lambda row: "-" if row.floor_us is None else _time(row.floor_us)),
+        ("of it", "right", _share),
+    ]
+    if width < WIDE:
+        by_gpu = [column for column in by_gpu if column[0] != "floor"]
+    table = _titled(title)
+    table.add_column("contender", no_wrap=width >= WIDE)
+    for gpu in gpus:
+        for heading, justify, _ in by_gpu:
+            table.add_column(f"{gpu}\n{heading}", justify=_justified(justify), no_wrap=True)
+    table.add_column("published, measured by others: us")
+    for at, case in enumerate(dict.fromkeys(row.case for row in rows)):
+        if at:
+            table.add_section()
+        of_case = [row for row in rows if row.case == case]
+        others = "; ".join(str(figure) for figure in of_case[0].published)
+        table.add_row(Text(_label(of_case[0]), "bold"), *[""] * (len(gpus) * len(by_gpu)), others)
+        for contender in dict.fromkeys(row.contender for row in of_case):
+            at_gpu = {row.device: row for row in of_case if row.contender == contender}
+            cells = [content(at_gpu[gpu]) if gpu in at_gpu else "-" for gpu in gpus for _, _, content in by_gpu]
+            table.add_row(contender, *cells, "")
     return table
 
 
@@ -140,6 +173,10 @@ def _label(row: Row) -> str:
     queries = f" q={row.q_len}" if row.q_len > 1 else ""
     ragged = "" if row.lengths == UNIFORM else f" {row.lengths}"
     return f"{row.layout} H={row.heads} {row.batch} x {row.kv_len}{queries}{ragged}"
+
+
+def _share(row: Row) -> str:
+    return "-" if row.share_of_floor is None else f"{row.share_of_floor:.1%}"
 
 
 def _verdict(row: Row) -> str | Text:

@@ -6,7 +6,8 @@ Importing this package loads nothing. In reading order:
     kernel    decode_sm90 -> work, producer; queries, scores, values, epilogue (a consumer's steps, in order) on
               consumer, operands, barriers, ptx, traced. combine merges. They need the DSL (pagedmla[cutlass])
     numbers   model, on emulation: what the kernel computes, in numpy
-    barriers  interleavings, on stage_rules and independence: every order in which the protocol can run
+    barriers  interleavings, on stage_rules and independence: every order in which the protocol can run; order: a proof
+              where those are too many; both on programs
     time      timeline, on phases: the protocol played through in time; time_model: microseconds of a step
     build     build, compile (its report), resources, cubin_cache
     launch    launch, on launch_checks, tensor_maps, loaded_kernel, driver

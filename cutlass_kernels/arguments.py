@@ -30,9 +30,9 @@ DECODE = (
     Argument("query_start_loc", POINTER, "[B + 1] int32"),
     Argument("out", POINTER, "[T, H, 512] in the variant's dtype"),
     Argument("lse", POINTER, "[rows] float32, natural log"),
-    Argument("partial_out", POINTER, "[partitions, rows, 512] float32"),
-    Argument("partial_lse", POINTER, "[partitions, rows] float32"),
-    Argument("pieces", POINTER, "[rows] int32, written: how many pieces each row was cut into"),
+    Argument("partial_out", POINTER, "[schedule.partial_rows(), 512] float32"),
+    Argument("partial_lse", POINTER, "[schedule.partial_rows()] float32"),
+    Argument("cuts", POINTER, "[rows] int32, written: schedule.cut_of() each row"),
     Argument("stride_scale_page", INT64, "0: one scale for the tensor"),
     Argument("stride_scale_slot", INT64, "0: one scale for the tensor"),
     Argument("stride_q_token", INT64, "a multiple of 8"),
@@ -51,15 +51,16 @@ DECODE = (
 )
 
 COMBINE = (
-    Argument("partial_out", POINTER, "[partitions, rows, 512] float32"),
-    Argument("partial_lse", POINTER, "[partitions, rows] float32"),
-    Argument("pieces", POINTER, "[rows] int32; rows of one piece are left alone"),
+    Argument("partial_out", POINTER, "[schedule.partial_rows(), 512] float32"),
+    Argument("partial_lse", POINTER, "[schedule.partial_rows()] float32"),
+    Argument("cuts", POINTER, "[rows] int32: schedule.cut_of() each row; those of one piece are left alone"),
     Argument("out", POINTER, "[T, H, 512] in the variant's dtype"),
     Argument("lse", POINTER, "[rows] float32, natural log"),
     Argument("stride_out_token", INT64, "even"),
     Argument("stride_out_head", INT64, "even"),
     Argument("rows", INT32, "T * H"),
     Argument("heads", INT32, "H"),
+    Argument("tile_rows", INT32, "query rows of a worker of the decode kernel"),
 )
 
 

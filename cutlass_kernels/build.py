@@ -35,6 +35,10 @@ ALL: tuple[Variant | CombineVariant, ...] = (*VARIANTS, *COMBINES)
 _AnyVariant = TypeVar("_AnyVariant", bound=Variant | CombineVariant)
 
 
+class BuildError(RuntimeError):
+    """The compiler's process broke off: killed, out of memory, or ended by what it met before any variant."""
+
+
 class Built(NamedTuple):
     ptx: str
     cubin: bytes
@@ -43,7 +47,7 @@ class Built(NamedTuple):
 def build(variants: Sequence[_AnyVariant]) -> Iterator[tuple[_AnyVariant, Built | str]]:
     """Each of these variants (of `ALL`) with what was built, or the reason why not, as soon as it is there.
 
-    ImportError says what to install where there is no DSL; RuntimeError that the compiler's process broke off.
+    ImportError says what to install where there is no DSL; BuildError that the compiler's process broke off.
     """
     installed_dsl()
     by_name = {variant.name: variant for variant in variants}
@@ -64,7 +68,7 @@ def build(variants: Sequence[_AnyVariant]) -> Iterator[tuple[_AnyVariant, Built 
             said = messages.read().split("\n")
     if child.returncode:
         last = next((line for line in reversed(said) if line.strip()), "no message")
-        raise RuntimeError(f"build: the compiler's process ended with {child.returncode}: {last}")
+        raise BuildError(f"build: the compiler's process ended with {child.returncode}: {last}")
 
 
 def on_demand(variant: Variant | CombineVariant, cache: CubinCache) -> Cubin:

@@ -1,14 +1,14 @@
 """Combine: partial results of cut requests into one. Rows that weren't cut are left alone.
 
 arguments  arguments.py: `COMBINE`
-meaning    reference/merge.py: lse = ln(sum exp(lse_p)), out = sum exp(lse_p - lse) out_p, over a row's `pieces` pieces
+meaning    reference/merge.py: lse = ln(sum exp(lse_p)), out = sum exp(lse_p - lse) out_p, over a row's pieces
 order      model.py: up to 16 pieces one after another; more in 16 sums, then those one after another
 empty      a piece of weight 0 isn't multiplied, whatever its out is; all of them empty: out 0, lse -inf
 grid       CTAs that stay, at most two on a multiprocessor; quarter rows are dealt out to them one by one, so that a cut
            request's rows lie on all of them
 work       up to 16 pieces are a warp's, 8 loads of 16 bytes a lane in flight. More are all 16 warps', through shared
            memory, 9 loads each: a request of 16 rows and 132 pieces has all of its 4.3 MB in flight, on 64 CTAs
-nothing    cut: a thread reads one count, all threads at once, for up to 33,000 rows
+nothing    cut: a thread reads one word, all threads at once, for up to 33,000 rows
 
 start      decode lets this kernel start at once (launch_dependents); every thread waits for decode's end
            (griddepcontrol.wait) before it reads or leaves.
@@ -42,13 +42,16 @@ class Places(NamedTuple):
 
     partial_out: Any
     partial_lse: Any
-    pieces: Any
+    cuts: Any
     out: Any
     lse: Any
     stride_token: Any
     stride_head: Any
-    rows: Any
     heads: Any
+    tile_rows: Any
+
+    def partial_row(self, cut: Any, piece: Any) -> Any:
+        return Int64(schedule.partial_row_of(cut, piece, self.tile_rows))
 
 
 class Combine:
@@ -62,11 +65,12 @@ class Combine:
         wide: tuple[Int64, ...],
         rows: Int32,
         heads: Int32,
+        tile_rows: Int32,
         ctas: Int32,
         stream: Any,
     ) -> None:
         self.kernel.set_name_prefix(self.variant.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(*pointers, *wide, rows, heads).launch(
+        self.kernel(*pointers, *wide, rows, heads, tile_rows).launch(
             grid=[ctas, 1, 1],
             block=[self.variant.threads, 1, 1],
             smem=self.variant.shared_bytes,
@@ -80,13 +84,14 @@ class Combine:
         self,
         partial_out: Pointer,
         partial_lse: Pointer,
-        pieces: Pointer,
+        cuts: Pointer,
         out: Pointer,
         lse: Pointer,
         stride_out_token: Int64,
         stride_out_head: Int64,
         rows: Int32,
         heads: Int32,
+        tile_rows: Int32,
     ) -> None:
         variant = self.variant
         thread, _, _ = cute.arch.thread_idx()
@@ -98,29 +103,29 @@ class Combine:
         places = Places(
             partial_out.toint(),
             partial_lse.toint(),
-            pieces.toint(),
+            cuts.toint(),
             out.toint(),
             lse.toint(),
             stride_out_token,
             stride_out_head,
-            rows,
             heads,
+            tile_rows,
         )
         quarters = rows * variant.parts
         cute.arch.griddepcontrol_wait()  # all, those too that will find nothing to do: see `start`
         for first in cutlass.range(block, quarters, ctas * variant.threads, unroll=1):
             own = variant.quarter(first, warp, lane, ctas)
-            (count,) = _load(places.pieces + Int64(variant.row(own)) * 4, 1, Int32(own < quarters))
+            (cut,) = _load(places.cuts + Int64(variant.row(own)) * 4, 1, Int32(own < quarters))
             cute.arch.sync_threads()  # nobody still reads what follows
-            count_at = self._at(memory, "counts") + 4 * thread
-            ptx.store_shared(count_at, count)
-            many = cute.arch.vote_ballot_sync(count > variant.alone[-1])
+            cut_at = self._at(memory, "cuts") + 4 * thread
+            ptx.store_shared(cut_at, cut)
+            many = cute.arch.vote_ballot_sync(schedule.pieces_of(cut) > variant.alone[-1])
             if lane == 0:
                 ptx.store_shared(self._at(memory, "many") + 4 * warp, many)
             cute.arch.sync_threads()
             self._by_all(places, memory, warp, lane, first, ctas)
             for fewer, most in pairwise((1, *variant.alone)):
-                self._by_warp(places, count_at, warp, lane, first, ctas, fewer, most)
+                self._by_warp(places, cut_at, warp, lane, first, ctas, fewer, most)
 
     # -- few pieces: a warp ------------------------------------------------------------------------------------------
 
@@ -128,7 +133,7 @@ class Combine:
     def _by_warp(
         self,
         places: cutlass.Constexpr,
-        count_at: Int32,
+        cut_at: Int32,
         warp: Int32,
         lane: Int32,
         first: Int32,
@@ -137,16 +142,17 @@ class Combine:
         most: cutlass.Constexpr,
     ) -> None:
         """The warp's own quarter rows of more pieces than `fewer` and at most `most` (16)."""
-        (count,) = ptx.load_shared(Int32, count_at, 1)
+        (own,) = ptx.load_shared(Int32, cut_at, 1)
+        count = schedule.pieces_of(own)
         waiting = cute.arch.vote_ballot_sync(count > fewer) & cute.arch.vote_ballot_sync(count <= most)
         while waiting != 0:
             bit = _highest(waiting)
             waiting = waiting ^ (Int32(1) << bit)
             quarter = self.variant.quarter(first, warp, bit, ctas)
-            pieces = cute.arch.shuffle_sync(count, bit)
-            columns = _Columns(self.variant, places, quarter, lane, Int32(0), 1, pieces)
+            cut = cute.arch.shuffle_sync(own, bit)
+            columns = _Columns(self.variant, places, cut, quarter, lane, Int32(0), 1)
             columns.load(min(most, self.variant.first_loads))
-            lse = self._load_lse(places, quarter, lane & 15, pieces)
+            lse = self._load_lse(places, cut, lane & 15)
             peak = _largest(lse, 16)
             sums, total = columns.fold(_weight(lse, peak), most)
             self._store(places, quarter, lane, sums, total, peak)
@@ -181,12 +187,12 @@ class Combine:
             waiting = waiting ^ (Int32(finder == found_by) << bit)
             found = cute.arch.vote_ballot_sync(waiting != 0)
             quarter = self.variant.quarter(first, found_by, bit, ctas)
-            (pieces,) = ptx.load_shared(Int32, self._at(memory, "counts") + 4 * (32 * found_by + bit), 1)
-            columns = _Columns(self.variant, places, quarter, lane, warp, warps, pieces)
+            (cut,) = ptx.load_shared(Int32, self._at(memory, "cuts") + 4 * (32 * found_by + bit), 1)
+            columns = _Columns(self.variant, places, cut, quarter, lane, warp, warps)
             columns.load(loads)
             thread = 32 * warp + lane
             if thread < self.variant.lses:
-                lse = self._load_lse(places, quarter, thread, pieces)
+                lse = self._load_lse(places, cut, thread)
                 ptx.store_shared(self._at(memory, "lse") + 4 * thread, lse)
             cute.arch.sync_threads()
             peak, weight = self._weights(memory, warp, lane)
@@ -222,10 +228,10 @@ class Combine:
                 total = total + its
         return sums, total
 
-    def _load_lse(self, places: Places, quarter: Any, piece: Any, pieces: Any) -> Any:
+    def _load_lse(self, places: Places, cut: Any, piece: Any) -> Any:
         """-inf for a piece that isn't there."""
-        address = places.partial_lse + (Int64(piece) * places.rows + self.variant.row(quarter)) * 4
-        return ptx.as_float(_load(address, 1, Int32(piece < pieces), _NO_LSE)[0])
+        address = places.partial_lse + places.partial_row(cut, piece) * 4
+        return ptx.as_float(_load(address, 1, Int32(piece < schedule.pieces_of(cut)), _NO_LSE)[0])
 
     def _at(self, memory: Any, name: str) -> Any:
         """Address of a part of shared memory."""
@@ -233,23 +239,22 @@ class Combine:
 
 
 class _Columns:
-    """A lane's four columns of a warp's pieces; those from `pieces` on aren't read and weigh nothing."""
+    """A lane's four columns of a warp's pieces of a cut row; those behind its last aren't read and weigh nothing."""
 
     def __init__(
-        self, variant: CombineVariant, places: Places, quarter: Any, lane: Any, first: Any, step: int, pieces: Any
+        self, variant: CombineVariant, places: Places, cut: Any, quarter: Any, lane: Any, first: Any, step: int
     ) -> None:
-        row, column = variant.row(quarter), variant.column(quarter, lane)
-        self._variant, self._first, self._step, self._pieces = variant, first, step, pieces
-        self._address = places.partial_out + ((Int64(first) * places.rows + row) * LATENT + column) * 4
-        self._stride = Int64(places.rows)
+        self._variant, self._places, self._cut = variant, places, cut
+        self._first, self._step = first, step
+        self._address = places.partial_out + Int64(variant.column(quarter, lane)) * 4
         self._loaded: list[Any] = []
 
     def load(self, count: int) -> None:
         """The next `count` of them."""
         for number in range(len(self._loaded), len(self._loaded) + count):
-            address = self._address + self._stride * (number * self._step * LATENT * 4)
             piece = self._variant.piece(self._first, self._step, number)
-            self._loaded.append(_load(address, 4, Int32(piece < self._pieces)))
+            address = self._address + self._places.partial_row(self._cut, piece) * (LATENT * 4)
+            self._loaded.append(_load(address, 4, Int32(piece < schedule.pieces_of(self._cut))))
 
     def fold(self, weight: Any, count: int) -> tuple[list[Any], Any]:
         """Weighted sums over `count` of them, and the sum of weights; lane i has the i-th one's weight.
@@ -304,6 +309,7 @@ def compile_combine(variant: CombineVariant) -> Any:
         (Int64(512), Int64(512)),
         Int32(1),
         Int32(1),
+        Int32(16),
         Int32(264),
         make_fake_stream(),
         options="--gpu-arch sm_90a",

@@ -1,9 +1,10 @@
 """Rows of the compile table: what each variant costs, read from its cubin. Needs the DSL, no GPU.
 
 contract   `compile_variant` builds one variant and returns its row, `compile_all` a list of rows, in the form that
-           triton_kernels/footprint.py gives Triton's
+           hardware/footprint.py gives Triton's, with the digest of the sources that were compiled
 refusal    a variant that can't be built, or that an SM can't hold, gives a row with the reason, not an exception
-files      with `cache` the cubins are kept there; with `out_dir`: NAME.TARGET.cubin, .ptx and .sass
+files      with `cache` the cubins are kept there, each one's PTX beside it under its stem, which the cache never reads;
+           with `out_dir`: NAME.TARGET.cubin, .ptx and .sass
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from pagedmla.cutlass_kernels import resources
 from pagedmla.cutlass_kernels.build import ALL, ARCHITECTURE, Built, build, installed_dsl, make_cubin
-from pagedmla.cutlass_kernels.cubin_cache import CubinCache
+from pagedmla.cutlass_kernels.cubin_cache import CubinCache, source_digest
 from pagedmla.cutlass_kernels.tiles import KEYS, SCORE_TRIPS, WARPS
 from pagedmla.cutlass_kernels.variants import CombineVariant, Variant
 from pagedmla.hardware import footprint, sass
@@ -25,6 +26,8 @@ from pagedmla.kv_cache.files import write_bytes, write_text
 from pagedmla.kv_cache.layouts import get_layout
 
 REPORT = Path("bench", "results", "compile-cutlass.json")
+COMMAND = f"pagedmla compile --executor cutlass --json {REPORT}"
+DIGEST = "source_digest"
 _TENSOR_COPY = "UTMALDG"
 
 
@@ -35,7 +38,11 @@ def compile_all(
     out_dir: str | Path | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Build variants, some seconds each. `on_row` sees each row as soon as it is there."""
+    """Build variants, some seconds each. `on_row` sees each row as soon as it is there.
+
+    BuildError where the compiler's process breaks off; what was built until then is kept.
+    """
+    digest = source_digest()  # before anything is built: of what the compiler reads, not of what is edited meanwhile
     rows = []
     for variant, built in build(list(variants)):
         if isinstance(built, str):
@@ -43,12 +50,13 @@ def compile_all(
         else:
             row = _row(variant, built)
             if cache is not None:
-                cache.keep(make_cubin(variant, built))
+                kept = cache.keep(make_cubin(variant, built))
+                write_text(kept.with_suffix(".ptx"), built.ptx)
             if out_dir is not None:
                 _write(Path(out_dir), variant, built)
-        rows.append(row)
+        rows.append({**row, DIGEST: digest})
         if on_row:
-            on_row(row)
+            on_row(rows[-1])
     return rows
 
 
@@ -62,6 +70,33 @@ def write_report(rows: Sequence[Mapping[str, Any]], path: str | Path = REPORT) -
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+def add_to_report(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The same, keeping what `path` tells of other variants where the same compiler made them of the same sources."""
+    names = {row["options"]["variant"] for row in rows}
+    made_of = {(row[DIGEST], row["cutlass"]) for row in rows}
+    try:
+        others = [
+            row
+            for row in json.loads(path.read_bytes())
+            if row["options"]["variant"] not in names and (row[DIGEST], row["cutlass"]) in made_of
+        ]
+    except (OSError, ValueError, TypeError, KeyError):  # there is none, or none of this form
+        others = []
+    write_report([*others, *rows], path)
+
+
+def stale(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Of the committed table: a sentence where it wasn't compiled from the present sources, with the command to run.
+
+    None where it was, and where it doesn't say what it was compiled from.
+    """
+    digests = [row.get(DIGEST) for row in rows]
+    others = sum(digest != source_digest() for digest in digests)
+    if not others or not any(digests):
+        return None
+    return f"{REPORT}: {others} of {len(rows)} kernels were compiled from other sources than these; run `{COMMAND}`"
 
 
 def warp_instructions_per_token(code: Sequence[Instruction]) -> float | None:

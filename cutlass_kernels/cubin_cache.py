@@ -1,7 +1,8 @@
 """Compiled kernels on disk, addressed by what they were made from and checked before they are loaded.
 
 address   sha256 of the sources that take part, the DSL's version and the variant; its first 16 digits name the files
-files     NAME.ADDRESS.cubin and NAME.ADDRESS.json, which says what the cubin is and what its sha256 must be
+files     NAME.ADDRESS.cubin and NAME.ADDRESS.json, which says what the cubin is and what its sha256 must be. `pagedmla
+          compile --out` puts NAME.ADDRESS.ptx beside them; nothing here reads it
 folders   PAGEDMLA_CUBINS where set (several with ":", the first one is written to); else a clone's build/cubins, where
           there is one, then the user's cache folder, which is written to
 writing   a file appears whole or not at all, the .json last; one process builds an entry while others wait for it

@@ -239,7 +239,7 @@ class Decode:
         lse: Pointer,
         partial_out: Pointer,
         partial_lse: Pointer,
-        pieces: Pointer,
+        cuts: Pointer,
         stride_scale_page: Int64,
         stride_scale_slot: Int64,
         stride_q_token: Int64,
@@ -311,11 +311,10 @@ class Decode:
                 lse.toint(),
                 partial_out.toint(),
                 partial_lse.toint(),
-                pieces.toint(),
+                cuts.toint(),
                 stride_out_token,
                 stride_out_head,
                 heads,
-                tokens * heads,
             )
             role = ConsumerRole(consumer, rows, outputs, rank, causal, notes)
             work.walk(role, lengths, worker, notes, variant.rows)

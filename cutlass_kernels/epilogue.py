@@ -9,24 +9,23 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from pagedmla.cutlass_kernels import ptx
+from pagedmla.cutlass_kernels import ptx, schedule
 from pagedmla.cutlass_kernels.consumer import Consumer
 from pagedmla.cutlass_kernels.protocol import Action
 from pagedmla.cutlass_kernels.tiles import COLUMN_TILE, COLUMN_TILES, COLUMNS, LATENT, WARPGROUPS
 
 
 class Outputs(NamedTuple):
-    """Where results go: addresses (Int64) and strides in elements. rows = T * H."""
+    """Where results go: addresses (Int64) and strides in elements."""
 
     out: Any
     lse: Any
     partial_out: Any
     partial_lse: Any
-    pieces: Any
+    cuts: Any
     stride_token: Any
     stride_head: Any
     heads: Any
-    rows: Any
 
 
 @cute.jit
@@ -83,19 +82,22 @@ def _normalise(consumer: cutlass.Constexpr, outputs: Outputs, piece: Int32, piec
     (place,) = ptx.load_shared(Int32, consumer.at("row") + 4 * row, 1)
     address = Int64(0)
     if place >= 0:
-        partial_row = Int64(piece) * outputs.rows + place
+        block, _, _ = cute.arch.block_idx()  # asked for anew: a register less
+        cluster = consumer.variant.cluster
+        first = schedule.partial_row(block // cluster, piece, block % cluster, consumer.shape.rows, cluster)
+        partial_row = first + row
         if pieces == 1:
             token, head = place // outputs.heads, place % outputs.heads
             address = outputs.out + (Int64(token) * outputs.stride_token + Int64(head) * outputs.stride_head) * 2
         else:
-            address = outputs.partial_out + partial_row * (LATENT * 4)
+            address = outputs.partial_out + Int64(partial_row) * (LATENT * 4)
         if consumer.place.which == 0:
             if pieces == 1:
                 ptx.store_global(outputs.lse + Int64(place) * 4, lse)
             else:
-                ptx.store_global(outputs.partial_lse + partial_row * 4, lse)
+                ptx.store_global(outputs.partial_lse + Int64(partial_row) * 4, lse)
             if piece == 0:
-                ptx.store_global(outputs.pieces + Int64(place) * 4, pieces)
+                ptx.store_global(outputs.cuts + Int64(place) * 4, schedule.cut_of(pieces, partial_row))
     low, high = Int32(address & 0xFFFFFFFF), Int32(address >> 32)
     ptx.store_shared(consumer.at("address") + 8 * row, low, high)  # both consumers write the same
 

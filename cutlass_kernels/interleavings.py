@@ -1,37 +1,51 @@
-"""Every order in which the steps of a protocol can happen, walked: no deadlock, nothing overwritten or read too early.
+"""Every order in which a protocol's steps can happen: no deadlock, nothing overwritten while read, or read too early.
 
-model     an agent is a role of one CTA (its warps meet at every warpgroup instruction); a state is where each agent
+model     an agent is a role of one CTA, or with `protocol.in_parts` some of its warps; a state is where each agent
           stands and, for each stage of each CTA, its barriers' pending arrivals, transactions and parity bits, what it
           holds, who reads it and the copies that fly towards it, which land at any time (stage_rules.py)
-walk      breadth first over the states that can be reached, equal ones once, so that a fault is found by a short way
-          to it; of orders that nobody can tell apart one is walked (independence.py), or all of them on request
-limits    a few stages and blocks: what a table does wrong, it does wrong within two rounds of each ring
+walk      `check`: breadth first over the states that can be reached, equal ones once, so that a fault is found by a
+          short way to it; of orders that nobody can tell apart one is walked (independence.py), or all of them on
+          request. It takes a few stages and blocks
+limits    what a table does wrong, it does wrong within two rounds of each ring. Tables that have too many orders to
+          walk are proved, in order.py
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from pagedmla.cutlass_kernels.independence import Independence
-from pagedmla.cutlass_kernels.protocol import Action, Protocol, Step, Unit
+from pagedmla.cutlass_kernels.order import Order
+from pagedmla.cutlass_kernels.programs import Programs
+from pagedmla.cutlass_kernels.protocol import Protocol
 from pagedmla.cutlass_kernels.stage_rules import Op, ProtocolError, Rules, Stage
-
-__all__ = ["ProtocolError", "check"]
 
 _MAX_STATES = 1_000_000
 _SHOWN_STEPS = 12
 
 
-def check(protocol: Protocol, items: Sequence[int], *, every_order: bool = False, max_states: int = _MAX_STATES) -> int:
+def check(
+    protocol: Protocol,
+    items: Sequence[int],
+    *,
+    clearing: bool = True,
+    every_order: bool = False,
+    max_states: int = _MAX_STATES,
+) -> int:
     """Walk the interleavings of work items of so many blocks each. Returns the number of states.
 
-    `every_order` walks also those that differ only in the order of independent steps: the same answer, more slowly.
+    `clearing`: whether items' last blocks have keys past the end. `every_order` walks also those that differ only in
+    the order of independent steps: the same answer, more slowly. Statistics are then judged in every state, else by
+    what the barriers put in order, once the walk has shown that these do what they are meant to.
     ProtocolError for the first fault; RuntimeError where more than `max_states` states would be needed.
     """
-    return _Walk(protocol, items, every_order).run(max_states)
+    written = Programs(protocol, items, clearing)
+    states = _Walk(written, every_order).run(max_states)
+    if protocol.statistics and not every_order:
+        Order(written).check_uses()
+    return states
 
 
 _State = tuple[int, ...]  # each agent's next op, then the number of each cell's stage
@@ -47,14 +61,12 @@ class _Move(NamedTuple):
 class _Walk:
     """The search. Stages are numbered as they are met, and what an op does to one is worked out once."""
 
-    def __init__(self, protocol: Protocol, items: Sequence[int], every_order: bool) -> None:
-        self._protocol = protocol
-        self._cells = [(ring, stage) for ring in protocol.rings for stage in range(ring.stages)]  # of one CTA
-        roles = len(protocol.roles)
-        self._programs = self._with_parties(
-            [self._program(cta, role, items) for cta in range(protocol.cluster) for role in range(roles)]
-        )
-        self._rules = Rules(protocol, self._programs[:roles])
+    def __init__(self, written: Programs, every_order: bool) -> None:
+        self._protocol = written.protocol
+        self._cells, self._programs = written.cells, written.of_agents
+        self._needs = written.needs if every_order else {}
+        roles = len(self._protocol.roles)
+        self._rules = Rules(self._protocol, self._programs[:roles])
         self._independence = None if every_order else Independence(self._programs, roles, len(self._cells))
         self._stages: list[Stage] = []
         self._numbers: dict[Stage, int] = {}
@@ -79,54 +91,6 @@ class _Walk:
             if len(came_from) > max_states:
                 raise RuntimeError(f"interleavings: more than {max_states} states; give fewer stages, items or blocks")
         return len(came_from)
-
-    # What each agent does, written out.
-
-    def _program(self, cta: int, role: int, items: Sequence[int]) -> list[Op]:
-        ops: list[Op] = []
-        blocks_before = 0
-        for item, blocks in enumerate(items):
-            for step, block in self._protocol.roles[role].steps(blocks):
-                per_item = step.action is not Action.MEET and self._protocol.ring(step.ring).unit is Unit.ITEM
-                where = f"item {item}" if block < 0 else f"item {item}, block {block}"
-                ops.append(self._op(cta, role, step, item if per_item else blocks_before + block, where))
-            blocks_before += blocks
-        return ops + [self._op(cta, role, step, -1, "at the end") for step in self._protocol.roles[role].finish]
-
-    def _op(self, cta: int, role: int, step: Step, fill: int, where: str) -> Op:
-        who = self._protocol.roles[role].name
-        if step.action is Action.MEET:
-            return Op(step.action, role, f"{who}: {step} ({where})", meeting=step.ring)
-        ring = self._protocol.ring(step.ring)
-        ctas = [cta]
-        if ring.multicast and step.action in (Action.COPY, Action.RELEASE):
-            ctas += [other for other in range(self._protocol.cluster) if other != cta]
-        inside = self._cells.index((ring, ring.stage(fill)))
-        return Op(
-            step.action,
-            role,
-            f"{who}: {step} ({where}, stage {ring.stage(fill)})",
-            self._protocol.rings.index(ring),
-            fill,
-            ring.acquire_parity(fill) if step.action is Action.ACQUIRE else ring.wait_parity(fill),
-            step.arrivals,
-            tuple(each * len(self._cells) + inside for each in ctas),
-        )
-
-    def _with_parties(self, programs: list[list[Op]]) -> list[list[Op]]:
-        """Each MEET told who else takes part: an agent's n-th at a meeting is the others' n-th there."""
-        roles = [role.name for role in self._protocol.roles]
-        for meeting in self._protocol.meetings:
-            for cta in range(self._protocol.cluster):
-                ctas = range(self._protocol.cluster) if meeting.across_cluster else (cta,)
-                agents = [each * len(roles) + roles.index(role) for each in ctas for role in meeting.roles]
-                at = {a: [i for i, op in enumerate(programs[a]) if op.meeting == meeting.name] for a in agents}
-                for agent in agents:
-                    for n, place in enumerate(at[agent]):
-                        # One that another never comes to is waited for beyond that agent's end.
-                        party = [(a, at[a][n] if n < len(at[a]) else len(programs[a]) + 1) for a in agents]
-                        programs[agent][place] = replace(programs[agent][place], party=tuple(party))
-        return programs
 
     # One step further.
 
@@ -168,6 +132,9 @@ class _Walk:
             if number is None:
                 return None
             after[at] = number
+        for label, need in self._needs.get((agent, after[agent]), ()):
+            if state[need.agent] <= need.place:
+                raise ProtocolError(f"{label} may come before {need.label} is over")
         return _Move(tuple(after), op.label)
 
     def _effect(self, op: Op, own: bool, number: int) -> int | None:

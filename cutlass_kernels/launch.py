@@ -11,12 +11,13 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from pagedmla.cutlass_kernels import schedule
 from pagedmla.cutlass_kernels.arguments import COMBINE, DECODE
 from pagedmla.cutlass_kernels.cubin_cache import Cubin, CubinCache
 from pagedmla.cutlass_kernels.driver import CudaDriver, Driver, DriverError
@@ -36,29 +37,42 @@ _Worked = TypeVar("_Worked")
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Scratch of split requests, for at most `partitions` pieces of `rows` query rows. It may hold anything: decode
-    writes `pieces` of every row in every launch, and nobody reads a partial row that decode didn't write."""
+    """Scratch of cut requests: what workers keep of their pieces, and how each query row was cut.
 
-    partial_out: Tensor  # [partitions, rows, 512] float32
-    partial_lse: Tensor  # [partitions, rows] float32
-    pieces: Tensor  # [rows] int32
-    partitions: int
-    rows: int
+    It may hold anything: decode writes `cuts` of every row in every launch, and nobody reads a partial row that decode
+    didn't write. Without partial rows nothing can be cut.
+    """
+
+    partial_out: Tensor  # [partial rows, 512] float32
+    partial_lse: Tensor  # [partial rows] float32
+    cuts: Tensor  # [rows] int32
+
+    @cached_property
+    def held(self) -> tuple[int, int]:
+        """(rows, partial rows)"""
+        return self.cuts.shape[0], self.partial_lse.shape[0]
+
+    @cached_property
+    def addresses(self) -> dict[str, int]:
+        return {name: getattr(self, name).data_ptr() for name in ("partial_out", "partial_lse", "cuts")}
 
     @classmethod
-    def empty(cls, partitions: int, rows: int, device: torch.device | str) -> Workspace:
+    def empty(cls, partial_rows: int, rows: int, device: torch.device | str) -> Workspace:
         return cls(
-            torch.empty(partitions, rows, LATENT, dtype=torch.float32, device=device),
-            torch.empty(partitions, rows, dtype=torch.float32, device=device),
+            torch.empty(partial_rows, LATENT, dtype=torch.float32, device=device),
+            torch.empty(partial_rows, dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.int32, device=device),
-            partitions,
-            rows,
         )
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.partial_out, self.partial_lse, self.pieces)
+        tensors = (self.partial_out, self.partial_lse, self.cuts)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def partial_rows(variant: Variant, multiprocessors: int) -> int:
+    """Rows that a workspace holds for steps that may be cut, on a device of so many multiprocessors."""
+    return int(schedule.partial_rows(multiprocessors // variant.cluster, variant.rows))
 
 
 class DecodeLauncher:
@@ -85,6 +99,7 @@ class DecodeLauncher:
         self._grid = self._decode.clusters_held() * variant.cluster  # a CTA a multiprocessor
         if self._grid == 0:
             raise DriverError(f"{variant.name}: the device holds no cluster of {variant.cluster} CTAs of this kernel")
+        self._partial_rows = partial_rows(variant, self._grid)
         self._most_merging = self._grid * CombineVariant.per_multiprocessor
         self._current_stream = current_stream
         self._pools: dict[_Key, dict[str, Any]] = {}
@@ -115,17 +130,19 @@ class DecodeLauncher:
             return
         scales = check_scales(self.variant, planes.scales)
         scales_table = lookup_table if scales_lookup_table is None else scales_lookup_table
-        tensors = (q, out, lse, lookup_table, scales_table, cache_lengths, query_start_loc)
-        form = self._form(tensors)
+        form = self._form(q, out, lse, lookup_table, scales_table, cache_lengths, query_start_loc)
         q_address, out_address = q.data_ptr(), out.data_ptr()
         check_addresses(q_address, out_address)
         rows = form["rows"]
-        if rows > workspace.rows or num_partitions > workspace.partitions:
-            held = f"room for {workspace.partitions} partitions of {workspace.rows} rows"
-            refuse("workspace", f"room for {num_partitions} partitions of {rows} rows", held)
+        partial = self._partial_rows if num_partitions > 1 else 0
+        held_rows, held_partial = workspace.held
+        if rows > held_rows or partial > held_partial:
+            held = f"room for {held_rows} rows and {held_partial} partial ones"
+            refuse("workspace", f"room for {rows} rows and {partial} partial ones", held)
         values = {
             **form,
             **self._pool(planes, scales),
+            **workspace.addresses,
             "q": q_address,
             "lookup_table": lookup_table.data_ptr(),
             "scales": scales.data_ptr(),
@@ -134,10 +151,8 @@ class DecodeLauncher:
             "query_start_loc": query_start_loc.data_ptr(),
             "out": out_address,
             "lse": lse.data_ptr(),
-            "partial_out": workspace.partial_out.data_ptr(),
-            "partial_lse": workspace.partial_lse.data_ptr(),
-            "pieces": workspace.pieces.data_ptr(),
             "partitions": min(num_partitions, CombineVariant.pieces),
+            "tile_rows": self.variant.rows,
             "causal": int(causal),
             "scale_log2": sm_scale * LOG2E,
         }
@@ -151,12 +166,17 @@ class DecodeLauncher:
 
     # What depends on shapes, strides, types and devices alone.
 
-    def _form(self, tensors: tuple[Tensor, ...]) -> dict[str, int]:
-        """Sizes and strides among the arguments. `tensors` as in CallTensors."""
-        key = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    def _form(self, q: Tensor, out: Tensor, lse: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> dict[str, int]:
+        """Sizes and strides among the arguments, which stand in the order of CallTensors."""
+        key = (
+            *(q.shape, q.stride(), q.dtype, q.device, out.shape, out.stride(), out.dtype, out.device),
+            *(lse.shape, lse.stride(), lse.dtype, lse.device, a.shape, a.stride(), a.dtype, a.device),
+            *(() if b is a else (b.shape, b.stride(), b.dtype, b.device)),  # scales have a table of their own, or not
+            *(c.shape, c.stride(), c.dtype, c.device, d.shape, d.stride(), d.dtype, d.device),
+        )  # written out: a loop over the tensors takes a third more
         form = self._forms.get(key)
         if form is None:
-            form = _hold(self._forms, key, self._check_form(CallTensors(*tensors)))
+            form = _hold(self._forms, key, self._check_form(CallTensors(q, out, lse, a, b, c, d)))
         return form
 
     def _check_form(self, tensors: CallTensors) -> dict[str, int]:

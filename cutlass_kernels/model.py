@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,8 +79,8 @@ def attend(
     requests = [_Request(b, starts[b], starts[b + 1] - starts[b], lengths[b]) for b in range(len(lengths))]
     requests.append(_Request(-1, starts[-1], tokens - starts[-1], NO_CACHE))  # padding rows: they see no key
     rows = q.reshape(tokens * heads, LATENT + ROPE).to(torch.float32).numpy()
-    partial = _Partial(num_partitions, tokens * heads)
-    for segment, begin, end, piece, pieces in _work(requests, heads, variant.rows, workers, num_partitions):
+    results = _Results(tokens * heads, workers if num_partitions > 1 else 0, variant.rows)
+    for worker, segment, begin, end, piece, pieces in _work(requests, heads, variant.rows, workers, num_partitions):
         for rank in range(variant.cluster):
             first = segment.row_tile * variant.rows + rank * variant.shape.rows
             mine = np.arange(first, min(first + variant.shape.rows, segment.request.q_len * heads))
@@ -90,8 +91,9 @@ def attend(
             state = _piece(
                 rows[base + mine], keys, segment.request, limit, begin, end, variant.shape, sm_scale, accumulation_bits
             )
-            partial.store(base + mine, piece, pieces, *state)
-    out, lse = partial.merge()
+            partial_row = schedule.partial_row(worker, piece, rank, variant.shape.rows, variant.cluster)
+            results.store(base + mine, partial_row, piece, pieces, *state)
+    out, lse = results.merge()
     return (
         torch.from_numpy(out).view(tokens, heads, LATENT).to(q.dtype),
         torch.from_numpy(lse).view(tokens, heads),
@@ -123,8 +125,8 @@ class _Segment:
 
 def _work(
     requests: list[_Request], heads: int, rows: int, workers: int, partitions: int
-) -> list[tuple[_Segment, int, int, int, int]]:
-    """(segment, first tile, end, piece, pieces) in the order of workers, as each walks its share."""
+) -> list[tuple[int, _Segment, int, int, int, int]]:
+    """(worker, segment, first tile, end, piece, pieces) in the order of workers, as each walks its share."""
     segments: list[_Segment] = []
     total = 0
     for request in requests:
@@ -145,7 +147,7 @@ def _work(
             else:
                 begin, end, piece, pieces = schedule.piece_of(worker, segment.start, segment.units, share)
             if begin < end:
-                work.append((segment, begin, end, piece, pieces))
+                work.append((worker, segment, begin, end, piece, pieces))
     return work
 
 
@@ -316,49 +318,62 @@ def _finite(peak: Floats) -> Floats:
 
 
 def _logits(stage: Bytes, sigma: Floats, queries: _Queries, shape: Shape, bits: int | None) -> Floats:
-    """u [64 keys, rows]; see the top of this file. A product over all 512 columns is one WGMMA accumulation."""
+    """u [64 keys, rows]; see the top of this file. Each of `shape.column_parts` is one WGMMA accumulation."""
     codes = stage[_score_fragments(shape.precision, LATENT, PANEL_BYTES)]
     bits = bits if shape.precision == "fp8" else None
     k = emulation.E4M3[codes]
-    if shape.rope_joined:
-        sums = _rope_products(stage, queries, shape, bits, _sums(k, queries.latent, shape, bits))
-        return _in_order(sums) * sigma[:, None] * queries.factor + np.log2(sigma[:, None])
-    latent, rope = (
-        _in_order(_sums(k, queries.latent, shape, bits)),
-        _in_order(_rope_products(stage, queries, shape, bits)),
-    )
+    rope = _Product(_rope_keys(stage, shape), queries.rope, bits if shape.rope == "e4m3" else None)
+    columns = LATENT // shape.column_parts
+    sums: list[Floats] = []
+    for first in range(0, LATENT, columns):
+        part = slice(first, first + columns)
+        products = [_Product(k[:, part], [term[:, part] for term in queries.latent], bits)]
+        if shape.rope_joined and first + columns == LATENT:
+            products.append(rope)
+        sums += _sums(products, shape)
     per_key = sigma[:, None]
-    logits = latent * per_key + rope if shape.rope == "bf16" else (latent + rope) * per_key
+    logits = _in_order(sums)
+    if shape.rope_joined:
+        return logits * per_key * queries.factor + np.log2(per_key)
+    (beside,) = _sums([rope], shape)
+    logits = logits * per_key + beside if shape.rope == "bf16" else (logits + beside) * per_key
     return logits * queries.factor + np.log2(per_key)
 
 
-def _sums(
-    k: Floats, terms: list[Floats], shape: Shape, bits: int | None, begun: list[Floats] | None = None
-) -> list[Floats]:
-    """K [64, columns] times each term of Q, added to sums that were begun: one each where terms are stacked.
+class _Product(NamedTuple):
+    """K [64, columns] times each term of Q [rows, columns]."""
+
+    k: Floats
+    terms: list[Floats]
+    bits: int | None
+
+    def add(self, term: int, total: Floats | None) -> Floats | None:
+        if term >= len(self.terms):
+            return total
+        return emulation.wgmma(self.k, self.terms[term], self.bits, total=total)
+
+
+def _sums(products: list[_Product], shape: Shape) -> list[Floats]:
+    """Accumulations over all products: one for each term where they are stacked.
 
     Else one for all, the low term's first: added to the high one's, it would be cut to that sum's bits.
     """
-    if shape.stacked < len(terms):
-        total = begun[0] if begun else None
-        for term in reversed(terms):
-            total = emulation.wgmma(k, term, bits, total=total)
-        assert total is not None
-        return [total]
-    return [emulation.wgmma(k, term, bits, total=begun[n] if begun else None) for n, term in enumerate(terms)]
+    terms = range(max(len(product.terms) for product in products))
+    totals: list[Floats | None] = [None] * shape.stacked
+    for term in reversed(terms):
+        at = term % shape.stacked
+        for product in products:
+            totals[at] = product.add(term, totals[at])
+    return [total for total in totals if total is not None]
 
 
-def _rope_products(
-    stage: Bytes, queries: _Queries, shape: Shape, bits: int | None, begun: list[Floats] | None = None
-) -> list[Floats]:
-    """As `_sums`."""
+def _rope_keys(stage: Bytes, shape: Shape) -> Floats:
+    """[64 keys, 64 columns in the order of Q's slots]."""
     rope = stage[LATENT_BYTES:]
-    if shape.rope != "e4m3":
-        k = emulation.read_operand(rope, KEYS, 2 * ROPE, PANEL_BYTES)
-        bf16 = torch.from_numpy(np.ascontiguousarray(k)).view(torch.bfloat16).to(torch.float32).numpy()
-        return [emulation.wgmma(bf16, queries.rope[0], total=begun[0] if begun else None)]
-    numbers = emulation.E4M3[rope[_score_fragments(shape.precision, ROPE, ROPE)]]
-    return _sums(numbers, queries.rope, shape, bits, begun)
+    if shape.rope == "e4m3":
+        return emulation.E4M3[rope[_score_fragments(shape.precision, ROPE, ROPE)]]
+    k = emulation.read_operand(rope, KEYS, 2 * ROPE, PANEL_BYTES)
+    return torch.from_numpy(np.ascontiguousarray(k)).view(torch.bfloat16).to(torch.float32).numpy()
 
 
 def _values(stage: Bytes, e: Floats, live: int, shape: Shape, bits: int | None) -> Floats:
@@ -376,53 +391,70 @@ def _values(stage: Bytes, e: Floats, live: int, shape: Shape, bits: int | None) 
     return emulation.wgmma(v, p)
 
 
-# -- partial results -------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------------------
 
 
-class _Partial:
-    """Results of pieces, and the merge of those rows that were cut."""
+class _Results:
+    """Results of rows that weren't cut, workers' partial rows of the others, and the merge of those."""
 
-    def __init__(self, partitions: int, rows: int) -> None:
-        self.out = np.full((partitions, rows, LATENT), np.nan, np.float32)  # uninitialised, as on a device
-        self.lse = np.full((partitions, rows), np.nan, np.float32)
-        self.pieces = np.zeros(rows, np.int64)
+    def __init__(self, rows: int, workers: int, tile_rows: int) -> None:
+        held = schedule.partial_rows(workers, tile_rows)
+        self.tile_rows = tile_rows
+        self.out, self.lse = _uninitialised(rows, LATENT), _uninitialised(rows)
+        self.partial_out, self.partial_lse = _uninitialised(held, LATENT), _uninitialised(held)
+        self.cuts = np.zeros(rows, np.int64)
 
-    def store(self, rows: NDArray[np.int64], piece: int, pieces: int, out: Floats, lse: Floats) -> None:
-        self.out[piece, rows] = out
-        self.lse[piece, rows] = lse
+    def store(
+        self, rows: NDArray[np.int64], partial_row: int, piece: int, pieces: int, out: Floats, lse: Floats
+    ) -> None:
+        """A piece of some rows, whose first partial row is `partial_row`."""
+        partial = partial_row + np.arange(len(rows))
+        if pieces == 1:
+            self.out[rows], self.lse[rows] = out, lse
+        else:
+            self.partial_out[partial], self.partial_lse[partial] = out, lse
         if piece == 0:
-            self.pieces[rows] = pieces
+            self.cuts[rows] = schedule.cut_of(pieces, partial)
 
     def merge(self) -> tuple[Floats, Floats]:
         """The same sums as the kernel's merge, in the same order. A row's missing pieces are never read.
 
         Up to `alone` pieces one after another; more by warps: warp w sums pieces w, w + 16, ..., then warps are added.
         """
-        written = np.arange(len(self.lse))[:, None] < self.pieces
-        lse = np.where(written, self.lse, np.float32(-np.inf))
+        (cut,) = np.nonzero(schedule.pieces_of(self.cuts) > 1)
+        if cut.size == 0:
+            return self.out, self.lse
+        pieces = schedule.pieces_of(self.cuts[cut])
+        numbers = np.arange(pieces.max())[:, None]
+        there = numbers < pieces
+        at = np.where(there, schedule.partial_row_of(self.cuts[cut], numbers, self.tile_rows), 0)
+        lse = np.where(there, self.partial_lse[at], np.float32(-np.inf))
         with np.errstate(invalid="ignore", divide="ignore"):
             peak = _finite(np.fmax.reduce(lse, 0, initial=-np.inf).astype(np.float32))
             weight = np.exp2((lse - peak) * np.float32(LOG2E))
-            sums, total = self._sum(weight, 0, 1)
-            warps = [self._sum(weight, warp, CombineVariant.warps) for warp in range(CombineVariant.warps)]
-            by_all = self.pieces > CombineVariant.alone[-1]
+            sums, total = self._sum(at, weight, 0, 1)
+            warps = [self._sum(at, weight, warp, CombineVariant.warps) for warp in range(CombineVariant.warps)]
+            by_all = pieces > CombineVariant.alone[-1]
             sums = np.where(by_all[:, None], _in_order([part for part, _ in warps]), sums)
             total = np.where(by_all, _in_order([part for _, part in warps]), total)
             empty = total == 0  # not by the peak: a maximum passes over NaN
-            out = np.where(empty[:, None], np.float32(0), sums / total[:, None])
-            merged = np.where(empty, np.float32(-np.inf), peak + np.float32(LN2) * np.log2(total))
-        once = self.pieces <= 1
-        out = np.where(once[:, None], self.out[0], out)
-        return out.astype(np.float32), np.where(once, lse[0], merged).astype(np.float32)
+            self.out[cut] = np.where(empty[:, None], np.float32(0), sums / total[:, None])
+            self.lse[cut] = np.where(empty, np.float32(-np.inf), peak + np.float32(LN2) * np.log2(total))
+        return self.out, self.lse
 
-    def _sum(self, weight: Floats, first: int, step: int) -> tuple[Floats, Floats]:
+    def _sum(self, at: NDArray[np.int64], weight: Floats, first: int, step: int) -> tuple[Floats, Floats]:
         """(sums of out, sum of weights) over pieces first, first + step, ... What has no weight isn't multiplied."""
-        sums, total = np.zeros(self.out.shape[1:], np.float32), np.zeros(len(self.pieces), np.float32)
+        sums, total = np.zeros((at.shape[1], LATENT), np.float32), np.zeros(at.shape[1], np.float32)
         for piece in range(first, len(weight), step):
             its = weight[piece][:, None]
-            sums = np.where(its != 0, sums + self.out[piece] * its, sums)
+            sums = np.where(its != 0, sums + self.partial_out[at[piece]] * its, sums)
             total = total + weight[piece]
         return sums, total
+
+
+def _uninitialised(*shape: int) -> Floats:
+    """NaN, as memory of a device may hold."""
+    return np.full(shape, np.nan, np.float32)
 
 
 def _in_order(parts: list[Floats]) -> Floats:

@@ -118,12 +118,21 @@ def starts(shape: Shape) -> list[list[Op]]:
         return [[*_widened_products(shape), *rope]]
     rope_last = [[_rope_products(shape)]] if shape.rope_apart or shape.rope_joined else []
     if shape.rows <= 32:
-        return [[_latent_products(shape, LATENT)], *rope_last]
+        columns = LATENT // shape.column_parts
+        return [[_latent_products(shape, columns)] for _ in range(shape.column_parts)] + rope_last
     if shape.terms > shape.stacked:
-        both = _latent_products(shape, SCORE_CHUNK)
-        one = replace(both, count=both.count / shape.terms)
-        return [[one] * (shape.terms * SCORE_TRIPS), *rope_last]
-    return [[_latent_products(shape, SCORE_CHUNK)] for _ in range(SCORE_TRIPS)] + rope_last
+        return [list(_terms_in_turn(shape))]
+    return [[_latent_products(shape, SCORE_CHUNK)] for _ in range(LATENT // SCORE_CHUNK)] + rope_last
+
+
+def _terms_in_turn(shape: Shape) -> Iterator[Op]:
+    """64 rows, two terms: a part of the columns after another, the low term's first, a joined rope's with the last."""
+    chunk, rope = _latent_products(shape, SCORE_CHUNK), _rope_products(shape)
+    for part in range(shape.column_parts):
+        for term in reversed(range(shape.terms)):
+            yield from [replace(chunk, count=chunk.count / shape.terms)] * SCORE_TRIPS
+            if shape.rope_joined and part + 1 == shape.column_parts and term < shape.query_rope_terms:
+                yield replace(rope, count=rope.count / shape.query_rope_terms)
 
 
 def finish(shape: Shape) -> list[Op]:
@@ -132,7 +141,7 @@ def finish(shape: Shape) -> list[Op]:
     parts = shape.rope_parts
     ops = [Op(Kind.READ), Op(Kind.DRAIN), Op(Kind.EXPONENTIAL, 2), Op(Kind.CHAIN, 10)]
     for part in range(parts):
-        ops.append(Op(Kind.WIDE, shape.stacked * scores // parts))
+        ops.append(Op(Kind.WIDE, shape.stacked * shape.column_parts * scores // parts))
         if parts > 1:
             ops.append(_rope_products(shape, f"rope {part}"))
     ops.append(Op(Kind.READ))

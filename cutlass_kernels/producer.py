@@ -1,6 +1,6 @@
 """The producer: one warp that walks the page tables and brings tiles of keys into the ring.
 
-Values come by tensor copies with the page's id as a coordinate, a tile of keys each, or 16 where pages are smaller;
+Values come by tensor copies with the page's id as a coordinate, a tile of keys each, or a page where pages are smaller;
 sigma by the lanes' own asynchronous copies through its own table. Nothing at or past kv_len is fetched by a lane, and
 no page past the last live one is named; what a whole box brings beyond kv_len is masked by the consumers.
 """

@@ -2,8 +2,11 @@
 
 A segment is a request's tile of query rows over all of its keys; its units are tiles of 64 keys (at least one, so that
 an empty request is visited and writes its zeros). Workers are CTAs, or clusters, that stay. Worker w takes units
-w * share .. (w + 1) * share - 1 of all segments in order; a segment that is cut gets partial results, numbered from 0,
-at most `partitions` of them.
+w * share .. (w + 1) * share - 1 of all segments in order; a segment that is cut has pieces, numbered from 0, at most
+`partitions` of them, each with partial rows of its own.
+
+Partial rows are the workers', `tile_rows` twice: a worker has at most two pieces of cut segments, the end of one that
+began before its share and the beginning (piece 0) of one that goes on behind it.
 
 Nothing here reads a length on the host: the kernel computes it all from cache_lengths and query_start_loc, so a
 captured graph replays with others. Sums are over int32. Each function takes ints, arrays or values of the DSL.
@@ -16,6 +19,7 @@ from typing import Any
 from pagedmla.cutlass_kernels.tiles import KEYS
 
 _KEY_SHIFT = KEYS.bit_length() - 1
+_PIECE_BITS = 8
 _IMBALANCE = 8  # whole segments are taken while the busiest worker has at most 1/8 above an even share
 
 
@@ -101,6 +105,30 @@ def owner_of(segment: Any, start: Any, segments: Any, workers: Any, share: Any) 
     """The worker of an uncut segment: one each where they suffice, else the one in whose share it starts."""
     enough = _is_less(workers, segments) ^ 1
     return enough * segment + (enough ^ 1) * (start // share)
+
+
+def partial_rows(workers: Any, tile_rows: Any) -> Any:
+    """Of all workers."""
+    return 2 * workers * tile_rows
+
+
+def partial_row(worker: Any, piece: Any, rank: Any, cta_rows: Any, cluster: Any) -> Any:
+    """The first of a piece's rows among all workers', for one CTA of a worker's cluster."""
+    return ((2 * worker + _is_less(piece, 1)) * cluster + rank) * cta_rows
+
+
+def cut_of(pieces: Any, partial_row: Any) -> Any:
+    """How a row was cut, in one int32: into so many pieces (under 256), the first of them in that partial row."""
+    return pieces | (partial_row << _PIECE_BITS)
+
+
+def pieces_of(cut: Any) -> Any:
+    return cut & ((1 << _PIECE_BITS) - 1)
+
+
+def partial_row_of(cut: Any, piece: Any, tile_rows: Any) -> Any:
+    """A cut row's piece: each is the next worker's, and only the first lies behind its worker's other one."""
+    return (cut >> _PIECE_BITS) + (2 * piece - _is_less(0, piece)) * tile_rows
 
 
 def keys_seen(cache_length: Any, kv_len: Any, token: Any, causal: Any) -> Any:

@@ -63,7 +63,11 @@ class Scores(Traced):
             self.k_latent = self.latent_mma.fragments_a(operands.key_latent(base, shape), thread)
         if not self.rope_widened:
             self.k_rope = self.rope_mma.fragments_a(operands.key_rope(base, shape), thread)
-        self.total = consumer.accumulator(shape.query_rows)
+        self.total = consumer.accumulator(shape.query_rows * shape.column_parts)
+        self.sums = [
+            _accumulators(self.total, part * shape.query_rows // 2, shape.query_rows)
+            for part in range(shape.column_parts)
+        ]
         self.rope = consumer.accumulator(shape.query_rope_rows) if shape.rope_apart else None
 
     # -- products
@@ -79,12 +83,12 @@ class Scores(Traced):
         if self.shape.terms > self.shape.stacked:
             parts = [Begin(lambda: self._begin_terms(stage))]
         else:
-            columns = LATENT if self.shape.rows <= 32 else SCORE_CHUNK
+            columns = LATENT // self.shape.column_parts if self.shape.rows <= 32 else SCORE_CHUNK
             parts = [Begin(partial(self._begin_chunk, stage, chunk, columns)) for chunk in range(LATENT // columns)]
         if self.rope is not None:
-            parts.append(Begin(lambda: issue(self.rope_mma, self.rope, self._rope_chunk(stage))))
-        elif self.shape.rope_joined:
-            parts.append(Begin(lambda: issue(self.rope_mma, self.total, self._rope_chunk(stage), fresh=False)))
+            parts.append(Begin(lambda: issue(self.rope_mma, self.rope, self._rope_term(stage))))
+        elif self.shape.rope_joined and self.shape.terms == self.shape.stacked:
+            parts.append(Begin(lambda: issue(self.rope_mma, self.sums[-1], self._rope_term(stage), fresh=False)))
         return parts
 
     def begin(self, fill: Any) -> None:
@@ -92,19 +96,30 @@ class Scores(Traced):
             part.call()
 
     def _begin_chunk(self, stage: Any, chunk: int, columns: int) -> None:
-        issue(self.latent_mma, self.total, self._latent_chunk(stage, chunk, columns), fresh=chunk == 0)
+        part, before = divmod(chunk * columns, LATENT // self.shape.column_parts)
+        issue(self.latent_mma, self.sums[part], self._latent_chunk(stage, chunk, columns), fresh=before == 0)
 
     @cute.jit
     def _begin_terms(self, stage: Int32) -> None:
         """Terms one after another: loops, since the operands of all at once would be registers too many.
 
-        The low term comes first: added to a sum that holds the high one, it would be cut to that sum's 14 bits.
+        The low terms come first, a joined rope's with the last part's: added to a sum that holds the high ones, they
+        would be cut to that sum's 14 bits.
         """
-        self.total.fill(0.0)
-        for before in cutlass.range_constexpr(self.shape.terms):
-            term = self.shape.terms - 1 - before
-            for chunk in cutlass.range(SCORE_TRIPS, unroll=1):
-                issue(self.latent_mma, self.total, self._latent_chunk(stage, chunk, SCORE_CHUNK, term), fresh=False)
+        for part in cutlass.range_constexpr(self.shape.column_parts):
+            for before in cutlass.range_constexpr(self.shape.terms):
+                term, first = self.shape.terms - 1 - before, part * SCORE_TRIPS
+                if cutlass.const_expr(
+                    before == 0
+                ):  # not onto zeros: the second sum's would wait for the first's products
+                    issue(self.latent_mma, self.sums[part], self._latent_chunk(stage, first, SCORE_CHUNK, term))
+                    first += 1
+                for chunk in cutlass.range(first, (part + 1) * SCORE_TRIPS, unroll=1):
+                    pairs = self._latent_chunk(stage, chunk, SCORE_CHUNK, term)
+                    issue(self.latent_mma, self.sums[part], pairs, fresh=False)
+                if cutlass.const_expr(self.shape.rope_joined and part + 1 == self.shape.column_parts):
+                    if cutlass.const_expr(term < self.shape.query_rope_terms):
+                        issue(self.rope_mma, self.sums[part], self._rope_term(stage, term), fresh=False)
 
     def _latent_chunk(self, stage: Any, chunk: Any, columns: int, term: int = 0) -> list[tuple[Any, Any]]:
         """Pairs of fragments of so many columns of the latent and of a term of Q (or of all that are stacked)."""
@@ -117,13 +132,11 @@ class Scores(Traced):
             for k in range(steps)
         ]
 
-    def _rope_chunk(self, stage: Any, part: int = 0) -> list[tuple[Any, Any]]:
+    def _rope_term(self, stage: Any, term: int = 0, part: int = 0) -> list[tuple[Any, Any]]:
+        """Pairs of fragments of the rope's columns and of a term of Q (or of all that are stacked)."""
         steps = self.shape.rope_bytes // 32
-        terms = self.shape.query_rope_terms * self.shape.rows // self.shape.query_rope_rows
         return [
-            (self.k_rope[None, None, k, stage], self.q_rope[None, None, term * steps + k, part])
-            for term in reversed(range(terms))
-            for k in range(steps)
+            (self.k_rope[None, None, k, stage], self.q_rope[None, None, term * steps + k, part]) for k in range(steps)
         ]
 
     def _begin_widened(self, fill: Any, stage: Any) -> None:
@@ -134,7 +147,7 @@ class Scores(Traced):
             rope_base = self.consumer.smem_address + self.shape.rope_offset + stage * (KEYS * ROPE)
             self._begin_columns(self.rope_mma, rope_base, self.q_rope, ROPE, ROPE, fresh=False)
         else:
-            issue(self.rope_mma, self.rope, self._rope_chunk(stage))
+            issue(self.rope_mma, self.rope, self._rope_term(stage))
 
     def _begin_columns(self, mma: Instruction, base: Any, q: Any, columns: int, row_bytes: int, fresh: bool) -> None:
         """Codes of the next columns are on their way while these are widened."""
@@ -197,7 +210,7 @@ class Scores(Traced):
         for part in range(parts):
             self._scale(part * rows, rows, sigmas)
             if parts > 1:
-                issue(self.rope_mma, self._part(part), self._rope_chunk(stage, part), fresh=False)
+                issue(self.rope_mma, self._rope_rows(part), self._rope_term(stage, part=part), fresh=False)
         for part in range(parts):
             if parts > 1:
                 warpgroup.wait_group(parts - 1 - part)
@@ -217,10 +230,9 @@ class Scores(Traced):
             else:
                 total[i] = (x + _unstacked(rope, i, registers)) * sigma
 
-    def _part(self, part: int) -> Any:
-        """Registers of `total` that are one of the rope's products."""
-        size = count(self.total) // self.shape.rope_parts
-        return cute.make_tensor(self.total.iterator + part * size, cute.make_layout(((2, 2, size // 4), 1, 1)))
+    def _rope_rows(self, part: int) -> Any:
+        """Accumulators of the logits that one of the rope's products adds to."""
+        return _accumulators(self.total, part * 2 * self.consumer.own_rows // self.shape.rope_parts, self.rope_mma.rows)
 
     # -- softmax
 
@@ -313,8 +325,13 @@ class Scores(Traced):
             ptx.stmatrix_trans(base + target, *registers, offset=step)
 
 
+def _accumulators(registers: Any, first: int, rows: int) -> Any:
+    """Those of a product of so many rows, from a register on: half a register a row."""
+    return cute.make_tensor(registers.iterator + first, cute.make_layout(((2, 2, rows // 8), 1, 1)))
+
+
 def _unstacked(accumulator: Any, register: int, registers: int) -> Any:
-    """The sum of an accumulator's terms, which lie `registers` apart."""
+    """The sum of an accumulator's parts and terms, which lie `registers` apart."""
     value = accumulator[register]
     for i in range(register + registers, count(accumulator), registers):
         value = value + accumulator[i]

@@ -13,13 +13,14 @@ DTYPES = ("bf16", "fp16")
 LAYOUT_OF_ROPE = {"bf16": "fp8_rope_bf16", "scaled_bf16": "fp8_rope_bf16_prescaled", "e4m3": "fp8_flat"}
 
 
-_SMALL_BOX = 16
-
-
 def box_for(page_size: int, cluster: int = 1) -> int:
-    """Keys of a tensor copy for pages of that size; it never crosses a page."""
-    whole = KEYS // cluster
-    return whole if page_size >= whole else _SMALL_BOX
+    """Keys of a tensor copy for pages of that size: as many as a CTA brings of a tile, and never more than a page."""
+    return min(page_size, KEYS // cluster)
+
+
+def boxes_of(cluster: int) -> tuple[int, ...]:
+    """All that pages ask for."""
+    return tuple(dict.fromkeys(box_for(size, cluster) for size in PAGE_SIZES))
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Variant:
 
     shape      arithmetic and memory of a CTA
     cluster    CTAs that share the keys by multicast, each with rows of its own
-    box        keys that one tensor copy brings: 16 for pages of 16 and 32, else all that a CTA brings of a tile
+    box        keys that one tensor copy brings, see `box_for`
     dtype      of q and out: "bf16" or "fp16"
     """
 
@@ -41,8 +42,8 @@ class Variant:
     def __post_init__(self) -> None:
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster: expected 1 or 2; got {self.cluster}")
-        if self.box not in (_SMALL_BOX, self.copied_keys):
-            raise ValueError(f"box: expected {_SMALL_BOX} or {self.copied_keys} keys; got {self.box}")
+        if self.box not in boxes_of(self.cluster):
+            raise ValueError(f"box: expected {' or '.join(map(str, boxes_of(self.cluster)))} keys; got {self.box}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}; got {self.dtype!r}")
 
@@ -117,13 +118,13 @@ class CombineVariant:
     threads: ClassVar[int] = 32 * warps
     per_multiprocessor: ClassVar[int] = 2
 
-    # Of shared memory: each warp's sums over 128 columns and its sum of weights; LSEs of a row's pieces; pieces of each
-    # of the CTA's next quarter rows, and for each warp a bit a lane where they are more than it takes alone.
+    # Of shared memory: each warp's sums over 128 columns and its sum of weights; LSEs of a row's pieces; how each
+    # of the CTA's next quarter rows was cut, and for each warp a bit a lane where that is more than it takes alone.
     memory: ClassVar[dict[str, int]] = {
         "sums": warps * 128 * 4,
         "totals": warps * 4,
         "lse": lses * 4,
-        "counts": threads * 4,
+        "cuts": threads * 4,
         "many": warps * 4,
     }
     shared_bytes: ClassVar[int] = sum(memory.values())
@@ -179,7 +180,7 @@ def _all() -> tuple[Variant, ...]:
             cluster = rows // 64 or 1
             for precision, terms in forms:
                 shape = Shape(rows // cluster, precision, terms, rope)
-                for box in (_SMALL_BOX, KEYS // cluster):
+                for box in boxes_of(cluster):
                     listed.append(Variant(shape, cluster, box, reason=_REASONS[rows]))
     return tuple(listed)
 

@@ -3,7 +3,7 @@
 `pagedmla/__main__.py` is what the installed command runs. Exit codes:
 
     0      sound
-    1      wrong: problems in a cache, a result that is off, a kernel that a target refused
+    1      wrong: problems in a cache, a result that is off, a kernel that a target refused, a build that broke off
     2      misused: a sentence says how
     70     a bug, with its trace
     74     what it printed or wrote couldn't be written: a full disk

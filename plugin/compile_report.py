@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,10 @@ def compile_triton(
     names = list(dict.fromkeys(find_target(name).name for name in targets or TARGETS))
     _check_names("only", kernels, KERNELS)
     _check_names("layout", layouts, tuple(LAYOUTS))
-    expect_compiler()
+    try:
+        expect_compiler()
+    except RuntimeError as interpreted:
+        raise Refusal(str(interpreted)) from interpreted
     _expect_triton_cache()
     wanted = [
         variant
@@ -73,12 +76,13 @@ def compile_cutlass(
     out: Path | None = None,
     json_file: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """The same for the CUTLASS kernels: `out` receives cubins as a CubinCache keeps them, ready to be loaded.
+    """The same for the CUTLASS kernels: `out` receives cubins as a CubinCache keeps them, ready to be loaded, their
+    PTX, and the table of what lies there (compile-cutlass.json).
 
-    `kernels` may name variants too. ImportError where there is no DSL; RuntimeError where its process broke off.
+    `kernels` may name variants too. ImportError where there is no DSL; BuildError where its process broke off.
     """
     from pagedmla.cutlass_kernels.build import ARCHITECTURE
-    from pagedmla.cutlass_kernels.compile import compile_all
+    from pagedmla.cutlass_kernels.compile import REPORT, add_to_report, compile_all, write_report
     from pagedmla.cutlass_kernels.cubin_cache import CubinCache
     from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
     from pagedmla.hardware.targets import find_target
@@ -102,7 +106,14 @@ def compile_cutlass(
     if not wanted:
         raise _nothing(kernels, layouts)
     cache = None if out is None else CubinCache([out])
-    return _build(len(wanted), lambda on_row: compile_all(wanted, cache=cache, on_row=on_row), out, json_file)
+
+    def build(on_row: Any) -> list[dict[str, Any]]:
+        rows = compile_all(wanted, cache=cache, on_row=on_row)
+        if out is not None:
+            add_to_report(rows, out / REPORT.name)
+        return rows
+
+    return _build(len(wanted), build, out, json_file, write_report)
 
 
 def _expect_triton_cache() -> None:
@@ -129,7 +140,17 @@ def _nothing(kernels: Sequence[str] | None, layouts: Sequence[str] | None) -> Re
     return Refusal(f"nothing to build: no variant of {kernels or 'any kernel'} in {layouts or 'any layout'}")
 
 
-def _build(total: int, build: Any, out: Path | None, json_file: Path | None) -> list[dict[str, Any]]:
+def _write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    write_text(path, json.dumps(rows, indent=1) + "\n")
+
+
+def _build(
+    total: int,
+    build: Any,
+    out: Path | None,
+    json_file: Path | None,
+    write: Callable[[Sequence[dict[str, Any]], Path], None] = _write_table,
+) -> list[dict[str, Any]]:
     """Builds, prints and writes, with progress meanwhile."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -149,7 +170,7 @@ def _build(total: int, build: Any, out: Path | None, json_file: Path | None) -> 
         rows: list[dict[str, Any]] = build(on_row)
     _print(rows)
     if json_file is not None:
-        write_text(json_file, json.dumps(rows, indent=1) + "\n")
+        write(rows, json_file)
     return rows
 
 

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,9 +46,9 @@ _NO_DEVICE = "there is no CUDA device here"
 
 @dataclass(frozen=True, eq=False)
 class Pieces(PartialStates):
-    """Room for the pieces of cut rows, and for Triton's; `pieces [rows]` int32: how many a row was cut into."""
+    """Room for the pieces of cut rows, and for Triton's; `cuts [rows]` int32: how each row was cut."""
 
-    pieces: Tensor
+    cuts: Tensor
 
     @classmethod
     def empty(cls, partial_rows: int, rows: int, latent: int, device: torch.device) -> Pieces:
@@ -59,13 +59,11 @@ class Pieces(PartialStates):
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return *super().tensors(), self.pieces
+        return *super().tensors(), self.cuts
 
-    def of(self, partitions: int, rows: int) -> launch.Workspace:
-        """For so many rows, in at most `partitions` pieces: fewer where the room holds no more. One needs no room."""
-        held = self.partial_lse.shape[0] // max(1, rows)
-        most = max(1, min(partitions, held))
-        return launch.Workspace(self.partial_out, self.partial_lse, self.pieces, most, self.pieces.numel())
+    @cached_property
+    def workspace(self) -> launch.Workspace:
+        return launch.Workspace(self.partial_out, self.partial_lse, self.cuts)
 
 
 class CutlassExecutor(TritonExecutor):
@@ -119,9 +117,14 @@ class CutlassExecutor(TritonExecutor):
         return variants.pieces(configuration, capacity, requests, tokens, multiprocessors(configuration.device))
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Pieces:
-        """Rows for every cut that `partitions` makes, or for the number given, up to variants.PARTIAL_ROWS."""
+        """For every step: two tiles of rows a multiprocessor, and as many as Triton wants for prompts."""
         rows = capacity.max_tokens * (configuration.num_heads or 0)
-        partial_rows = min(num_partitions * rows, variants.PARTIAL_ROWS) if num_partitions > 1 else 0
+        partial_rows = 0
+        if num_partitions > 1:
+            held = multiprocessors(configuration.device)
+            chosen = variants.choices(configuration, capacity.max_cache_length)
+            own = max(launch.partial_rows(variant, held) for variant in chosen)
+            partial_rows = max(own, self.partial_rows(configuration, capacity, num_partitions))
         return Pieces.empty(partial_rows, rows, LATENT, configuration.device)
 
     def schedule(self, step: Step, q: Tensor, options: AttendOptions) -> None:
@@ -136,7 +139,7 @@ class CutlassExecutor(TritonExecutor):
         rows = (q, out, lse) if whole else (q[:tokens], out[:tokens], lse[:tokens])
         variant = variants.variant_of_step(step, q, options, requests, tokens)
         try:
-            launch_decode(launch.launcher(variant, q.device), step, *rows, options, requests)
+            launch_decode(launch.launcher(variant, q.device), variant, step, *rows, options, requests)
         except NotTaken as reason:  # nothing was launched
             if options.asked_for:
                 raise
@@ -148,7 +151,14 @@ class CutlassExecutor(TritonExecutor):
 
 
 def launch_decode(
-    kernel: Callable[..., None], step: Step, q: Tensor, out: Tensor, lse: Tensor, options: AttendOptions, requests: int
+    kernel: Callable[..., None],
+    variant: Variant,
+    step: Step,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttendOptions,
+    requests: int,
 ) -> None:
     """Call a variant's launcher for the step's first requests, whose tokens are the rows of `q`."""
     cache, starts = step.cache, step.query_start_loc
@@ -156,11 +166,12 @@ def launch_decode(
     if requests < step.batch:
         tables, lengths = (tables[0][:requests], tables[1][:requests]), lengths[:requests]
         starts = starts[: requests + 1]
-    rows, partitions = q.shape[0] * q.shape[1], options.num_partitions
-    room = options.workspace
+    partitions, room = options.num_partitions, options.workspace
+    partial_rows = launch.partial_rows(variant, multiprocessors(q.device)) if partitions > 1 else 0
     if not isinstance(room, Pieces):  # without a plan: memory of its own
-        room = Pieces.empty(partitions * rows if partitions > 1 else 0, rows, out.shape[2], q.device)
-    workspace = room.of(partitions, rows)
+        room = Pieces.empty(partial_rows, q.shape[0] * q.shape[1], out.shape[2], q.device)
+    if partial_rows > room.workspace.held[1]:
+        partitions = 1  # never cut beyond the room
     kernel(
         q,
         step.planes,
@@ -169,10 +180,10 @@ def launch_decode(
         starts,
         out,
         lse,
-        workspace,
+        room.workspace,
         sm_scale=options.sm_scale,
         causal=options.causal,
-        num_partitions=workspace.partitions,
+        num_partitions=partitions,
         scales_lookup_table=tables[1],
     )
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagedmla.cutlass_kernels.tiles import LATENT, ROPE
 from pagedmla.cutlass_kernels.variants import DTYPES, LAYOUT_OF_ROPE, PAGE_SIZES, VARIANTS, Variant
 from pagedmla.kv_cache.checks import ceildiv, counted, dtype_name
+from pagedmla.kv_cache.layouts import CacheLayout
 from pagedmla.plugin.executors import AUTO, AttendOptions, Capacity, Configuration
 from pagedmla.plugin.step import Step
 
 SHORT = 512  # keys; over fewer, weights rounded to e4m3 don't average out
+FP16_ROWS = 16  # up to which fp16 hides behind memory: by time_model.py 1 % of a step there, 14 % at 32 rows
 ROWS = tuple(sorted({variant.rows for variant in VARIANTS}))
 KEYS_A_PIECE = 256  # at least: a piece costs about three tiles of 64 keys, and a row to merge
 MOST_HEADS = 128  # of the prompts that stand behind decode rows: Triton's limit
-PARTIAL_ROWS = 1 << 17  # of a workspace at most: 256 MiB
 
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -66,7 +68,7 @@ class Use(NamedTuple):
 def choose_variant(configuration: Configuration, query_tokens: int, keys: int) -> Variant:
     """The variant for requests of up to `query_tokens` tokens and `keys` keys; `refusal` gave None."""
     rows = query_tokens * (configuration.num_heads or 1)
-    return _variant(configuration, min((size for size in ROWS if size >= rows), default=ROWS[-1]), keys < SHORT)
+    return _variant(configuration, _tile_of(rows), keys < SHORT)
 
 
 def variant_of_step(step: Step, q: Tensor, options: AttendOptions, requests: int, tokens: int) -> Variant:
@@ -74,13 +76,12 @@ def variant_of_step(step: Step, q: Tensor, options: AttendOptions, requests: int
 
     By bounds that the host knows, and a captured graph keeps: never by lengths.
     """
-    configuration = Configuration(
-        "attend", q.device, step.layout, q.shape[1], step.cache.page_size, q.dtype, options.precision
-    )
-    keys = step.cache.max_cache_length
+    keys, heads = step.cache.max_cache_length, q.shape[1]
     if options.max_keys is not None:
         keys = min(keys, options.max_keys)
-    return choose_variant(configuration, step.longest_of(requests, tokens), keys)
+    tile = _tile_of(step.longest_of(requests, tokens) * heads)
+    about = q.device, step.layout, heads, step.cache.page_size, q.dtype, options.precision
+    return _of_step(*about, tile, keys < SHORT)
 
 
 def choices(configuration: Configuration, max_keys: int | None = None) -> tuple[Variant, ...]:
@@ -111,26 +112,47 @@ def uses(configuration: Configuration, max_keys: int | None = None) -> list[Use]
 def pieces(configuration: Configuration, capacity: Capacity, requests: int, tokens: int, multiprocessors: int) -> int:
     """Pieces that a request's keys may be cut into; the kernel takes as few as the lengths on the device allow.
 
-    As many as there are workers, so that one long request among short ones is shared by all of them, as far as
-    PARTIAL_ROWS hold.
+    As many as there are workers, so that one long request among short ones is shared by all of them.
     """
     if requests == 0 or tokens == 0:
         return 1
     variant = choose_variant(configuration, ceildiv(tokens, requests), capacity.max_cache_length)
     workers = multiprocessors // variant.cluster
-    held = PARTIAL_ROWS // (tokens * (configuration.num_heads or 1))
-    return max(1, min(workers, held, capacity.max_cache_length // KEYS_A_PIECE))
+    return max(1, min(workers, capacity.max_cache_length // KEYS_A_PIECE))
+
+
+def _tile_of(rows: int) -> int:
+    """The smallest tile that holds so many rows, or the largest of all."""
+    for size in ROWS:
+        if size >= rows:
+            return size
+    return ROWS[-1]
+
+
+@lru_cache(maxsize=4096)
+def _of_step(
+    device: torch.device,
+    layout: CacheLayout,
+    heads: int,
+    page_size: int,
+    dtype: torch.dtype,
+    precision: str,
+    tile: int,
+    short: bool,
+) -> Variant:
+    """In every call of a step: without a Configuration, which takes longer to make and to hash than all the rest."""
+    return _variant(Configuration("attend", device, layout, heads, page_size, dtype, precision), tile, short)
 
 
 @lru_cache(maxsize=4096)
 def _variant(configuration: Configuration, rows: int, short: bool) -> Variant:
     """Of the forms that the precision allows, the first that is built for tiles of so many rows.
 
-    Where none is (float16 for more than 32, two terms for more than 64), the one with the most rows: keys are then read
+    Where none is (fp16 for more than 32, two terms for more than 64), the one with the most rows: keys are then read
     once for each such tile.
     """
     covering = [variant for variant in VARIANTS if _covers(variant, configuration)]
-    forms = _forms(configuration.precision, short)
+    forms = _forms(configuration.precision, short, rows)
     for form in forms:
         for variant in covering:
             if (variant.shape.form, variant.rows) == (form, rows):
@@ -147,8 +169,8 @@ def _covers(variant: Variant, configuration: Configuration) -> bool:
     )
 
 
-def _forms(precision: str, short: bool) -> tuple[str, ...]:
-    """Forms in order of preference."""
+def _forms(precision: str, short: bool, rows: int) -> tuple[str, ...]:
+    """Forms in order of preference. "auto": the most exact one that costs no time; one term only where asked for."""
     if precision == AUTO:
-        return ("fp16",) if short else ("fp16", "fp8x2")
+        return ("fp16",) if short or rows <= FP16_ROWS else ("fp8x2",)
     return {"fp8": ("fp8x1", "fp8x2"), "fp8x2": ("fp8x2",), "fp16": ("fp16",)}[precision]

@@ -107,15 +107,19 @@ class TritonExecutor(Executor):
         return max(1, min(places(configuration.device, rows, quantised), capacity.max_cache_length // SMALLEST_PIECE))
 
     def workspace(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> Workspace:
-        """States for as many tiles of rows as run at once, or for all pieces that may be made, if fewer."""
-        heads, latent = configuration.num_heads or 0, 0 if configuration.layout is None else configuration.layout.latent
-        most = num_partitions * (capacity.max_tokens * heads + (capacity.max_batch + 1) * ROWS_A_BLOCK)
-        rows = min(most, multiprocessors(configuration.device) * ROWS_A_BLOCK) if num_partitions > 1 else 0
-        device = configuration.device
+        latent = 0 if configuration.layout is None else configuration.layout.latent
+        rows, device = self.partial_rows(configuration, capacity, num_partitions), configuration.device
         return PartialStates(
             torch.empty(rows, dtype=torch.float32, device=device),
             torch.empty(rows, latent, dtype=torch.float32, device=device),
         )
+
+    def partial_rows(self, configuration: Configuration, capacity: Capacity, num_partitions: int) -> int:
+        """States for as many tiles of rows as run at once, or for all pieces that may be made, if fewer."""
+        if num_partitions == 1:
+            return 0
+        rows = capacity.max_tokens * (configuration.num_heads or 0) + (capacity.max_batch + 1) * ROWS_A_BLOCK
+        return min(num_partitions * rows, multiprocessors(configuration.device) * ROWS_A_BLOCK)
 
     def schedule(self, step: Step, q: Tensor, options: AttendOptions) -> Schedule | None:
         """Of the step's first requests, whose work is spread; None where none is."""
@@ -297,6 +301,7 @@ def _target(device: torch.device) -> Target:
     return target_of(device if torch.cuda.is_available() else torch.device("cpu"))
 
 
+@lru_cache(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; an H200's where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -44,7 +44,9 @@ def bench(
     ] = None,
     pictures: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Draw the roofline, time against context, share of floor.", parser=folder),
+        typer.Option(
+            metavar="DIR", help="Draw roofline, share of floor, time against context: a picture.", parser=folder
+        ),
     ] = None,
 ) -> None:
     """Decode, measured: ours beside the peers, right or wrong, fast or slow, in one table. Then models, marked as such.

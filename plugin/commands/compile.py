@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pagedmla.plugin.commands.misuse import folder, misuse, once
+from pagedmla.plugin.terminal import printable
 
 EXAMPLES = """Examples:
 
@@ -19,7 +20,8 @@ EXAMPLES = """Examples:
 * `pagedmla compile --json bench/results/compile-triton.json` writes the whole table (an hour on one core)
 
 * `pagedmla compile --executor cutlass --out build/cubins` builds what the executor `cutlass` loads, for machines
-  without the CUTLASS DSL: take the folder there and set PAGEDMLA_CUBINS to it
+  without the CUTLASS DSL: take the folder there and set PAGEDMLA_CUBINS to it. Beside each .cubin and its .json lies
+  its .ptx, to read (nothing loads it), and compile-cutlass.json is the table of what lies there
 """
 
 
@@ -50,7 +52,12 @@ def compile_kernels(
         list[str] | None, typer.Option(metavar="LAYOUT", help="Of the cache: {layouts}; again for more. Default: all.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep binaries here, and Triton's listings.", parser=folder)
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep binaries here, with their PTX (AMD's: assembly). Triton's: SASS too. CUTLASS's: the table too.",
+            parser=folder,
+        ),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.", dir_okay=False)
@@ -58,11 +65,16 @@ def compile_kernels(
 ) -> None:
     """Build kernels ahead of time, without a GPU, and print what each costs: compiled, not run.
 
-    Exit code 1 where a target refused a variant.
+    Exit code 1 where a target refused a variant, or where the CUTLASS compiler's process broke off.
     """
+    from pagedmla.cutlass_kernels.build import BuildError
     from pagedmla.plugin.compile_report import compile_cutlass, compile_triton
 
     build = compile_cutlass if executor is CompiledExecutor.cutlass else compile_triton
-    with misuse(RuntimeError):  # the compiler's process broke off
-        rows = build(once(target), once(only), once(layout), out, json_file)
+    try:
+        with misuse():
+            rows = build(once(target), once(only), once(layout), out, json_file)
+    except BuildError as broken_off:  # neither wrong usage nor a bug of ours
+        typer.echo(f"pagedmla: {printable(str(broken_off))}", err=True)
+        raise typer.Exit(1) from broken_off
     raise typer.Exit(1 if any("refused" in row for row in rows) else 0)

@@ -6,8 +6,9 @@ import io
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,13 +19,17 @@ from pagedmla.bench import command, growth, hopper, host_cost, memory, pictures,
 from pagedmla.bench import run as run_module
 from pagedmla.bench.cases import FLAGSHIP, Case
 from pagedmla.bench.command import Axes, bench
-from pagedmla.bench.rows import make_row
+from pagedmla.bench.rows import Row, make_row
 from pagedmla.bench.run import Bench
 from pagedmla.hardware.cost import Roof, StepCost
 from pagedmla.plugin.cli import app
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 CPU = torch.device("cpu")
 ROOF = Roof("this CPU", 0.01, 0.1, 0.1)
+PARTS = {"plan", "prepare", "allocator", "adapter", "launcher", "launcher, cut"}
 TINY = Axes([FLAGSHIP, "bf16"], heads=[2], batches=[2], kv_lens=[5, 70])
 
 
@@ -58,13 +63,13 @@ def test_the_report_the_table_and_the_pictures(tmp_path: Path) -> None:
     }
     assert all(row["correct"] for row in measured)
     assert {row["device"] for row in measured} == {"CPU"}
-    assert {row["device"] for row in report["rows"] if row["source"] == "model"} == {"H200"}
+    assert {row["device"] for row in report["rows"] if row["source"] == "model"} == {"H200", "H100 SXM"}
     assert report["wrong"] == report["unmeasured"] == []
-    assert {cost["what"] for cost in report["host"]} >= {"plan", "prepare", "allocator", "adapter", "launch"}
+    assert {cost["what"] for cost in report["host"]} >= PARTS | {"launch"}
     text = printed(console)
     for phrase in (
         "decode, one layer, measured on CPU",
-        "a model of H200: nothing was run",
+        "a model of H200 and H100 SXM: nothing was run",
         "compiled kernels on H200 (model)",
         "host time of a step's parts (measured)",
         "floor: 10 GB/s and 0.1 TFLOP/s (FP8 0.1) of this CPU as this run measured them",
@@ -73,8 +78,8 @@ def test_the_report_the_table_and_the_pictures(tmp_path: Path) -> None:
         assert phrase in text
     for sentence in report["losing"] or ["pagedmla loses no case here to a peer"]:
         assert sentence in text
-    for name in ("roofline", "context", "floor"):
-        assert (tmp_path / f"bench-{name}.png").stat().st_size > 10_000
+    assert [each.name for each in tmp_path.glob("**/*.png")] == ["bench.png"]
+    assert (tmp_path / "bench.png").stat().st_size > 30_000
 
 
 def test_time_that_ran_out_is_told() -> None:
@@ -102,6 +107,18 @@ def test_a_wrong_executor_is_told_and_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert not bench(Axes(heads=[2], kv_lens=[5]), quick=True, executors=["torch"], device=CPU, console=console)
     assert "WRONG" in printed(console)
     assert "pagedmla torch is wrong: relative L2 1.0e+00" in printed(console)
+
+
+def test_a_table_of_other_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's figures are those of the committed compile table, whatever the sources have become since."""
+    monkeypatch.setattr(run_module, "stale", lambda rows: f"of {rows[0]['executor']}: run `this`")
+    console = wide()
+    Bench(CPU, console).model(None, [Case(FLAGSHIP, 16, 1, 64)])
+    assert "of cutlass: run `this`" in printed(console)
+    monkeypatch.setattr(run_module, "stale", lambda rows: None)
+    console = wide()
+    Bench(CPU, console).model(None, [Case(FLAGSHIP, 16, 1, 64)])
+    assert "run `" not in printed(console)
 
 
 def test_growth_has_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +155,46 @@ def test_pictures_refuse_to_mix(tmp_path: Path) -> None:
                  reads="bf16", roof=ROOF, fp8_mma=True)
         for source, device in (("measured", "CPU"), ("model", "H200"))
     ]  # fmt: skip
+    path = tmp_path / "deep" / "bench.png"
     with pytest.raises(ValueError, match="measured and model"):
-        pictures.draw(rows, ROOF, "title", tmp_path, "bench")
+        pictures.draw(rows, ROOF, "title", path)
     with pytest.raises(ValueError, match="got none"):
-        pictures.draw([], ROOF, "title", tmp_path, "bench")
-    written = pictures.draw(rows[1:], None, "title", tmp_path, "bench")  # no roof, no roofline
-    assert {path.name for path in written} == {"bench-context.png", "bench-floor.png"}
+        pictures.draw([], ROOF, "title", path)
+    assert not path.parent.exists()
+    assert pictures.draw(rows[1:], None, "title", path) == path
+
+
+def drawn(rows: list[Row], roof: Roof | None, path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    figures: list[Figure] = []
+    monkeypatch.setattr(pictures, "write_picture", lambda figure, *rest: figures.append(figure))
+    pictures.draw(rows, roof, "title", path)
+    (figure,) = figures
+    return figure
+
+
+def test_one_picture_has_every_panel_and_one_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make gpu` left three pictures, in which a contender had another colour in each panel that lacked some other."""
+    pytest.importorskip("matplotlib", reason="pip install pagedmla[plots]")
+    rows = [
+        make_row(Case(layout, heads, 1, 64), StepCost(10**6, 10**8), 9.0, source="measured", device="CPU",
+                 contender=contender, ours=contender == "ours", reads="bf16", roof=ROOF, fp8_mma=False)
+        for layout, heads, contender in (("bf16", 16, "ours"), ("bf16", 16, "a"), ("bf16", 16, "b"), (FLAGSHIP, 2, "b"))
+    ]  # fmt: skip
+    rows[0] = replace(rows[0], best_peer="a", speedup=0.5)
+    figure = drawn(rows, ROOF, tmp_path / "bench.png", monkeypatch)
+    panels = [axis for axis in figure.axes if axis.axison]
+    keys = "keys of all requests"
+    assert [axis.get_xlabel() for axis in panels] == ["FLOPs a byte", "GFLOP of the step", keys, keys]
+    assert [axis.get_title() for axis in panels[2:]] == ["bf16, 16 heads", f"{FLAGSHIP}, 2 heads"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["roof", "ours", "a", "b", "loses to a peer"]
+    lines = [line for axis in panels for line in axis.lines]
+    assert len({line.get_color() for line in lines if line.get_label() == "b"}) == 1
+    rings = [line.get_xydata().tolist() for line in lines if line.get_label() == "loses to a peer"]
+    assert len(rings) == 3  # in the roofline, the floors, and its own context; none where nobody loses
+    assert rings[2] == [[64.0, 9.0]]
+    figure = drawn(rows, None, tmp_path / "bench.png", monkeypatch)  # no roof, so no share of a floor either
+    assert [axis.get_xlabel() for axis in figure.axes if axis.axison] == [keys, keys]
 
 
 TOO_LONG = 2**31 - 1
@@ -194,7 +245,7 @@ def test_a_late_fault_leaves_what_was_found(late: str, tmp_path: Path, monkeypat
             raise RuntimeError("a fault")
         return real(case, *rest)
 
-    def model(*rest: Any) -> None:
+    def model(*rest: Any, **options: Any) -> None:
         raise RuntimeError("a fault")
 
     monkeypatch.setattr(run_module, "measure", measure)
@@ -384,13 +435,13 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         result = run(*line[2:])
         assert result.exit_code == 0, f"{line}\n{result.output}"
     assert json.loads((tmp_path / "build" / "bench.json").read_text())["rows"]
-    assert len(list((tmp_path / "build" / "bench").glob("*.png"))) == 3
+    assert [path.name for path in (tmp_path / "build" / "bench").iterdir()] == ["bench.png"]
 
 
 def test_what_make_gpu_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its file is there after every case, so that a card that hangs keeps what came before."""
+    """One JSON, there after every case, so that a card that hangs keeps what came before; and one picture."""
     path = tmp_path / "gpu-cpu.json"
     held = []
     real = Bench.report
@@ -405,7 +456,10 @@ def test_what_make_gpu_runs(
     assert hopper.run(CPU, cases, tmp_path) == path
     assert held == [4, 8, 8]
     assert len(json.loads(path.read_text())["rows"]) == 8
-    assert (tmp_path / "gpu-cpu-floor.png").exists()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["gpu-cpu.json", "gpu-cpu.png"]
+    refused = tmp_path / "refused"
+    assert json.loads(hopper.run(CPU, [Case(FLAGSHIP, 2, 1, TOO_LONG)], refused).read_text())["rows"] == []
+    assert [each.name for each in refused.iterdir()] == ["gpu-cpu.json"]  # nothing to draw
     if not torch.cuda.is_available():
         monkeypatch.setattr("sys.argv", ["hopper", "--out", str(tmp_path)])
         with pytest.raises(SystemExit, match="2"):
@@ -433,7 +487,7 @@ def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path: Path) -> None:
     other = next(name for name in ("svg", "pdf") if name != before)
     matplotlib.use(other)
     try:
-        assert len(pictures.draw([row], ROOF, "title", tmp_path, "bench")) == 3
+        assert pictures.draw([row], ROOF, "title", tmp_path / "bench.png").exists()
         assert matplotlib.get_backend() == other
     finally:
         matplotlib.use(before)
@@ -441,4 +495,14 @@ def test_drawing_leaves_the_callers_matplotlib_alone(tmp_path: Path) -> None:
 
 def test_hosts_that_have_no_triton_have_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cost, "find_spec", lambda name: None)
-    assert {cost.what for cost in host_cost.measure((1,), 64, 0.0)} == {"plan", "prepare", "allocator", "adapter"}
+    assert {cost.what for cost in host_cost.measure((1,), 64, 0.0)} == PARTS
+
+
+@pytest.mark.parametrize(("pieces", "launches"), [(1, 1), (host_cost.PIECES, 2)])
+def test_the_launcher_goes_all_the_way_to_the_driver(pieces: int, launches: int) -> None:
+    """A cut step is two launches, the merge behind its own; each call makes them anew."""
+    behind = host_cost._NothingBehind()
+    call = host_cost.launcher_call(3, 4096, pieces, behind)
+    for calls in (1, 2):
+        call()
+        assert behind.launches == calls * launches

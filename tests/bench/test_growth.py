@@ -50,7 +50,7 @@ def test_context_grows_over_a_pool_that_does_not() -> None:
 def test_host_parts_by_requests_and_context() -> None:
     rows = [*growth.host_by_requests((1, 3), kv_len=65), *growth.host_by_context((64, 1 << 20), requests=2)]
     kinds = {row.what.split(",")[0] for row in rows}
-    assert kinds == {"plan", "prepare", "allocator", "adapter", "launch"}
+    assert kinds == {"plan", "prepare", "allocator", "adapter", "launcher", "launch"}
     assert {row.to_dict()["source"] for row in rows} == {"measured"}
     assert {row.size for row in rows} == {1, 3, 64, 1 << 20}
 

@@ -255,6 +255,12 @@ def test_clocks_run_every_call_and_give_a_time_each(monkeypatch: pytest.MonkeyPa
     assert order == [0, 1, 2] * 5
     assert all(time > 0 for time in times)
     assert least_microseconds(lambda: None, seconds=0.0) > 0
+    made: list[int] = []
+    alone = least_microseconds(lambda: made.append(sum(range(10_000))), seconds=0.0)
+    once = len(made)
+    together = least_microseconds(lambda: made.append(sum(range(10_000))), seconds=0.0, calls=50)
+    assert len(made) - once == 50 * (once - 1) + 1  # one to warm up
+    assert together < 10 * alone  # of a call, not of fifty
     monkeypatch.setattr("pagedmla.bench.roofs._READ", 1 << 20)
     monkeypatch.setattr("pagedmla.bench.roofs._SIDE", 64)
     roof = cpu_roof()

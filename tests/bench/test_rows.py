@@ -66,5 +66,5 @@ def test_the_json_row_has_one_format() -> None:
     assert list(row("a", 1.0).to_dict()) == [
         "source", "device", "contender", "ours", "reads", "layout", "heads", "batch", "kv_len", "q_len", "lengths",
         "correct", "relative_l2", "microseconds", "gb_per_s", "tflop_per_s", "share_of_floor", "best_peer",
-        "speedup", "bound", "oracle",
+        "speedup", "bound", "oracle", "floor_us", "published",
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from cases import grids
 from cases.steps import Step
 from torch import Tensor
 
-from pagedmla.cutlass_kernels.launch import Workspace, launcher
+from pagedmla.cutlass_kernels.launch import Workspace, launcher, partial_rows
 from pagedmla.cutlass_kernels.variants import PAGE_SIZES, Variant
 from pagedmla.plugin.step import bind_step
 
@@ -41,10 +41,12 @@ def run_kernel(variant: Variant, step: Step, device: torch.device, partitions: i
     lse_room = torch.full((2 * band + tokens * heads,), torch.nan, dtype=torch.float32, device=device)
     out = out_room[band : band + tokens * heads * 512].view(tokens, heads, 512)
     lse = lse_room[band : band + tokens * heads].view(tokens, heads)
-    room = Workspace.empty(partitions, max(1, tokens * heads), device)
+    held = torch.cuda.get_device_properties(device).multi_processor_count
+    partial = partial_rows(variant, held) if partitions > 1 else 0
+    room = Workspace.empty(partial, max(1, tokens * heads), device)
     for scratch in (room.partial_out, room.partial_lse):
         scratch.fill_(torch.nan)
-    room.pieces.fill_(-7)
+    room.cuts.fill_(-7)
     table, scales_table = step.values.lookup_table, step.values.scales_lookup_table
     q, lengths, starts = (there(t) for t in (step.q, step.values.cache_lengths, step.query_start_loc))
     launcher(variant, device)(

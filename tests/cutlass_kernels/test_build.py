@@ -19,8 +19,11 @@ from pagedmla.cutlass_kernels import compile as table
 from pagedmla.cutlass_kernels.arguments import COMBINE, DECODE, offsets
 from pagedmla.cutlass_kernels.build import Built, make_cubin, on_demand
 from pagedmla.cutlass_kernels.cubin_cache import CubinCache, CubinError, dsl_version
-from pagedmla.cutlass_kernels.resources import disassemble, read_resources
+from pagedmla.cutlass_kernels.protocol import Action, decode_protocol
+from pagedmla.cutlass_kernels.resources import count_trip, disassemble, rare_parts, read_resources
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, SCORE_TRIPS
 from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS
+from pagedmla.hardware import sass
 
 DECODE_VARIANT = next(v for v in VARIANTS if v.shape.rows == 16 and v.box == 64)
 needs_dsl = pytest.mark.skipif(dsl_version() is None, reason="needs the DSL: pip install pagedmla[cutlass]")
@@ -249,6 +252,51 @@ def test_a_built_kernel_is_kept_and_found(built):
     found = CubinCache([folder / "cubins"]).find(DECODE_VARIANT.name)
     assert found.image == (folder / f"{DECODE_VARIANT.name}.sm_90a.cubin").read_bytes()
     assert f".text.{found.entry}" in disassemble(found.image)
+
+
+@pytest.fixture(scope="module")
+def decode_code(built):
+    """The decode kernel's instructions, and the loop of its consumers with those inside."""
+    _, folder = built
+    code = sass.parse(disassemble((folder / f"{DECODE_VARIANT.name}.sm_90a.cubin").read_bytes()))
+    return code, *table.find_trip(code)
+
+
+@needs_dsl
+def test_a_usual_trip_jumps_over_rescales_mask_and_clearing(decode_code):
+    """A formula took a rescale of O before each tile off the count, and would have taken off one that had become
+    unconditional."""
+    code, trip, inner = decode_code
+    parts = rare_parts(code, trip)
+    assert sorted(part.kind for part in parts) == ["clear", "mask", "rescale", "rescale"]
+
+    def multiplications(indices):
+        return sum(code[i].opcode.startswith("FMUL") for i in indices)
+
+    of_all_outputs = COLUMN_TILES * DECODE_VARIANT.shape.rows // 2  # a thread's share of O: a multiplication each
+    assert [multiplications(part.body) for part in parts if part.kind == "rescale"] == [of_all_outputs] * 2
+    rare = {i for part in parts for i in part.body}
+    assert multiplications(set(trip.body) - rare) < of_all_outputs
+    counted = count_trip(code, trip, inner, SCORE_TRIPS, "UTMALDG")
+    assert counted.every - counted.usual == len(rare)
+    assert 0 < counted.producer < counted.usual
+
+
+@needs_dsl
+def test_the_kernel_meets_as_often_as_the_checked_table(decode_code):
+    """The kernel doesn't announce the meetings of a warpgroup, and the checker's table must not have more than there
+    are: named barriers of 128 threads are a warpgroup's own, one of 256 is both consumers'."""
+    code, trip, _ = decode_code
+
+    def barriers(instructions, threads):
+        return sum(each.opcode.startswith("BAR.SYNC") and each.text.endswith(threads) for each in instructions)
+
+    role = decode_protocol(DECODE_VARIANT.shape.stages, ahead=True, statistics=True).role("consumer0")
+    steps = [step for step in (*role.before, *role.trip, *role.after) if step.action is Action.MEET]
+    assert barriers(code, ", 0x80") == sum(step.ring == role.name for step in steps)
+    assert barriers(code, ", 0x100") == sum(step.ring == "consumers" for step in steps)
+    in_trip = [step for step in role.trip if step.action is Action.MEET and step.block == 0]  # others: past the end
+    assert barriers([code[i] for i in trip.body], ", 0x80") == len(in_trip)
 
 
 @needs_dsl

@@ -23,7 +23,7 @@ import torch
 from pagedmla.cutlass_kernels.arguments import COMBINE, DECODE, FLOAT32, INT32, INT64, MAP, POINTER, Argument, offsets
 from pagedmla.cutlass_kernels.cubin_cache import Cubin
 from pagedmla.cutlass_kernels.driver import DriverError
-from pagedmla.cutlass_kernels.launch import DecodeLauncher, Workspace
+from pagedmla.cutlass_kernels.launch import DecodeLauncher, Workspace, partial_rows
 from pagedmla.cutlass_kernels.loaded_kernel import ParameterBlock
 from pagedmla.cutlass_kernels.variants import VARIANTS
 from pagedmla.kv_cache.layouts import get_layout
@@ -67,7 +67,7 @@ def make_step(variant, batch=3, heads=16, page_size=64, num_partitions=1):
         "query_start_loc": torch.arange(batch + 1, dtype=torch.int32),
         "out": torch.zeros(batch, heads, 512, dtype=torch.bfloat16),
         "lse": torch.zeros(batch, heads),
-        "workspace": Workspace.empty(num_partitions, batch * heads, "cpu"),
+        "workspace": Workspace.empty(partial_rows(variant, 132) if num_partitions > 1 else 0, batch * heads, "cpu"),
         "sm_scale": 0.25,
         "num_partitions": num_partitions,
     }
@@ -99,7 +99,7 @@ def test_every_argument_lies_at_its_place(recorder):
     for name in ("q", "lookup_table", "scales_lookup_table", "cache_lengths", "query_start_loc", "out", "lse"):
         assert got[name] == step[name].data_ptr(), name
     assert got["scales"] == planes.scales.data_ptr()
-    for name in ("partial_out", "partial_lse", "pieces"):
+    for name in ("partial_out", "partial_lse", "cuts"):
         assert got[name] == getattr(workspace, name).data_ptr(), name
     assert {name: value for name, value in got.items() if name.startswith("stride")} == {
         "stride_scale_page": LAYERS * 64,
@@ -152,7 +152,7 @@ def test_cut_requests_are_merged_on_the_same_stream(recorder):
     assert (merge.shape.grid, merge.shape.threads, merge.shape.shared_bytes) == (4 * 48, 512, 11_008)
     assert merge.shape.may_start_early
     got = unpacked(merge.parameters, COMBINE)
-    assert (got["rows"], got["heads"]) == (48, 16)
+    assert (got["rows"], got["heads"], got["tile_rows"]) == (48, 16, 16)
     assert got["partial_out"] == step["workspace"].partial_out.data_ptr()
     assert got["out"] == step["out"].data_ptr()
 
@@ -311,8 +311,8 @@ REFUSED = [
     (but(scales_lookup_table=zeros(3, 8, dtype=INT32S)[:, ::2]), "scales_lookup_table: .* adjacent columns"),
     (but(cache_lengths=zeros(3, dtype=torch.int64)), r"cache_lengths: expected \[3\] int32"),
     (but(query_start_loc=zeros(3, dtype=INT32S)), r"query_start_loc: expected \[4\] int32"),
-    (but(workspace=Workspace.empty(1, 47, "cpu")), "1 partitions of 48 rows; got room for 1 partitions of 47"),
-    (but(num_partitions=2), "room for 2 partitions of 48 rows; got room for 1 partitions of 48"),
+    (but(workspace=Workspace.empty(0, 47, "cpu")), "room for 48 rows and 0 partial ones; got room for 47 rows and 0"),
+    (but(num_partitions=2), "room for 48 rows and 4224 partial ones; got room for 48 rows and 0 partial ones"),
     (of_planes(scales=None), "planes.scales: expected float32 scales"),
     (of_planes(scales=torch.ones(6, 64, 4)), r"planes.scales: expected \[\*, 64, 1\] float32"),
     (of_planes(scales=torch.ones(6, 64, 1).half()), r"planes.scales: expected \[\*, 64, 1\] float32"),
@@ -353,7 +353,7 @@ def _bytes_of(block):
 
 
 def test_a_workspace_counts_its_bytes():
-    assert Workspace.empty(2, 48, "cpu").nbytes == 2 * 48 * 512 * 4 + 2 * 48 * 4 + 48 * 4
+    assert Workspace.empty(96, 48, "cpu").nbytes == 96 * 512 * 4 + 96 * 4 + 48 * 4
 
 
 def test_a_call_makes_few_calls(recorder):

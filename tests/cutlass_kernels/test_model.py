@@ -16,7 +16,7 @@ from cases import grids
 from cases.steps import LAYOUTS, Step, StepCase, build_step, with_values
 from torch import Tensor
 
-from pagedmla.cutlass_kernels import model
+from pagedmla.cutlass_kernels import model, schedule
 from pagedmla.cutlass_kernels.tiles import Shape
 from pagedmla.cutlass_kernels.variants import PAGE_SIZES, CombineVariant, Variant, box_for
 from pagedmla.plugin.step import bind_step
@@ -293,6 +293,19 @@ def test_refuses_what_the_kernel_doesnt_take() -> None:
         run(grouped, variant_for("fp8_flat", 16))
 
 
+@pytest.mark.parametrize("deviation", [3.4, 5.0])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("layout", ROPE_OF)
+def test_sharp_logits_in_hopper_sums(layout: str, rows: int, deviation: float) -> None:
+    """Two terms in sums of 14 bits: in one sum over all columns LSE was off by 0.013, with an e4m3 rope by 0.018."""
+    made = build_step(StepCase((1,), (512,), page_size=64, heads=rows), LAYOUTS[layout], dtype=torch.float32)
+    step = replace(made, q=(made.q * deviation).to(torch.bfloat16))
+    variant = variant_for(layout, 64, rows, ("fp8", 2))
+    out_error, lse_error = errors(run(step, variant, accumulation_bits=14), step.dense_attention())
+    assert out_error <= 2.5e-2
+    assert lse_error <= 1e-2
+
+
 def test_q_terms_add_up_to_q() -> None:
     """Two e4m3 terms of one scale hold q to 2^-8 of itself or 2^-10 of the scale."""
     x = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32) * 100
@@ -305,11 +318,11 @@ def test_q_terms_add_up_to_q() -> None:
 
 def merged(*pieces: tuple[float, float]) -> tuple[float, float]:
     """(out, lse) of a row, the same in all columns, from (out, lse) of its pieces; all else is NaN, as on a device."""
-    partial = model._Partial(len(pieces) + 3, 2)
+    results = model._Results(2, workers=len(pieces) + 3, tile_rows=2)
     for number, (out, lse) in enumerate(pieces):
-        rows = np.array([1])
-        partial.store(rows, number, len(pieces), np.full((1, 512), out, np.float32), np.full(1, lse, np.float32))
-    out_rows, lse_rows = partial.merge()
+        rows, at = np.array([1]), schedule.partial_row(number + 2, number, 0, 2, 1) + 1
+        results.store(rows, at, number, len(pieces), np.full((1, 512), out, np.float32), np.full(1, lse, np.float32))
+    out_rows, lse_rows = results.merge()
     assert np.array_equal(out_rows[1], np.full(512, out_rows[1, 0]), equal_nan=True)
     return float(out_rows[1, 0]), float(lse_rows[1])
 
@@ -380,12 +393,14 @@ def test_every_column_and_piece_is_one_lanes() -> None:
 
 
 def test_a_merge_reads_no_further_than_a_rows_pieces() -> None:
-    """One row of two pieces beside one of twelve and one that wasn't cut: what isn't theirs is NaN."""
-    partial = model._Partial(12, 3)
-    for row, pieces in ((0, 2), (1, 12), (2, 1)):
+    """One row of two pieces, one of twelve that begins at the same worker, one uncut: what isn't theirs is NaN."""
+    results = model._Results(3, workers=14, tile_rows=1)
+    for row, first, pieces in ((0, 0, 2), (1, 1, 12), (2, 12, 1)):
         for piece in range(pieces):
-            partial.store(np.array([row]), piece, pieces, np.full((1, 512), row + 1.0), np.zeros(1, np.float32))
-    out, lse = partial.merge()
+            out, lse = np.full((1, 512), row + 1.0), np.zeros(1, np.float32)
+            at = schedule.partial_row(first + piece, piece, 0, 1, 1)
+            results.store(np.array([row]), at, piece, pieces, out, lse)
+    out, lse = results.merge()
     assert np.allclose(out, np.array([1.0, 2.0, 3.0])[:, None])
     assert np.allclose(lse, np.log([2.0, 12.0, 1.0]))
 

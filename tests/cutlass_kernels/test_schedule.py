@@ -51,6 +51,36 @@ def test_every_unit_has_one_owner(kv_lens: list[int], workers: int, partitions: 
         assert len(numbered) <= partitions
 
 
+@given(KV_LENS, st.integers(1, 132), st.integers(2, 144), st.sampled_from([(16, 1), (64, 1), (64, 2)]))
+def test_pieces_have_rows_of_their_own(
+    kv_lens: list[int], workers: int, partitions: int, tile: tuple[int, int]
+) -> None:
+    """No two pieces share a partial row, and the merge finds each of them from what piece 0 wrote of the row."""
+    written: dict[int, tuple[int, int, tuple[int, int]]] = {}
+    cuts: dict[tuple[int, tuple[int, int]], int] = {}
+    cta_rows, cluster = tile
+    tile_rows = cta_rows * cluster
+    rows = [(rank, row) for rank in range(cluster) for row in (0, cta_rows - 1)]
+    for worker, assigned in enumerate(assign([int(schedule.units_of(n)) for n in kv_lens], workers, partitions)):
+        for segment, _, _, piece, pieces in assigned:
+            if pieces == 1:
+                continue
+            for row in rows:
+                at = schedule.partial_row(worker, piece, row[0], cta_rows, cluster) + row[1]
+                assert 0 <= at < schedule.partial_rows(workers, tile_rows)
+                assert at not in written
+                written[at] = segment, piece, row
+                if piece == 0:
+                    cuts[segment, row] = schedule.cut_of(pieces, at)
+    assert max(cuts.values(), default=0) < 2**31
+    found = {
+        schedule.partial_row_of(cut, piece, tile_rows): (segment, piece, row)
+        for (segment, row), cut in cuts.items()
+        for piece in range(schedule.pieces_of(cut))
+    }
+    assert found == written
+
+
 @given(KV_LENS, st.integers(1, 132))
 def test_shares_are_even_when_partitions_allow(kv_lens: list[int], workers: int) -> None:
     units = [int(schedule.units_of(kv_len)) for kv_len in kv_lens]

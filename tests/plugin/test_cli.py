@@ -315,9 +315,13 @@ def test_compile_builds_cubins_that_travel(tmp_path: Path) -> None:
     assert "2 built, 0 refused" in words(result)
     row = next(row for row in json.loads(table.read_text()) if row["options"]["variant"] == variant)
     assert (row["kernel"], row["executor"], row["target"]) == ("decode", "cutlass", "sm_90")
+    assert json.loads((tmp_path / "cubins" / "compile-cutlass.json").read_text()) == json.loads(table.read_text())
     for name in (variant, "mla_combine_bf16"):
         assert name in result.output  # not cut to fit
-        assert CubinCache([tmp_path / "cubins"]).get(name).variant == name
+        found = CubinCache([tmp_path / "cubins"]).get(name)
+        assert found.variant == name
+        (ptx,) = (tmp_path / "cubins").glob(f"{name}.*.ptx")
+        assert f".entry {found.entry}(" in ptx.read_text()
 
 
 def test_compile_without_the_dsl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,10 +422,10 @@ def test_a_table_is_whole_or_what_it_was(tmp_path: Path, monkeypatch: pytest.Mon
     assert_misused(run("compile", "--only", "sort", "--out", tmp_path / "out", "--json", tmp_path / "new.json"), "sort")
 
     def breaks_off(*_: object) -> None:
-        raise RuntimeError("build: the compiler's process ended with -9")
+        raise OSError("nvdisasm: no such file")
 
     monkeypatch.setattr("pagedmla.triton_kernels.compile.compile_all", breaks_off)
-    assert_misused(run("compile", "--only", "merge", "--json", table), "ended with -9")
+    assert_misused(run("compile", "--only", "merge", "--json", table), "nvdisasm: no such file")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"table.json": "[]"}
 
 

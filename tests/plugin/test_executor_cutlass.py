@@ -25,6 +25,7 @@ from pagedmla.cutlass_kernels.cubin_cache import Cubin, address_of, source_diges
 from pagedmla.cutlass_kernels.launch import DecodeLauncher
 from pagedmla.cutlass_kernels.variants import VARIANTS, Variant
 from pagedmla.plugin import executor_cutlass, executor_triton, proven
+from pagedmla.plugin import executor_cutlass_variants as variants
 from pagedmla.plugin.executor_cutlass import CutlassExecutor, Pieces
 from pagedmla.plugin.executor_triton import TritonExecutor
 from pagedmla.plugin.executors import AttendOptions, Capacity, Configuration, choose
@@ -109,7 +110,7 @@ def test_a_whole_step_is_one_launch(launches: list[tuple[str, dict[str, Any]]]) 
     assert given["cache_lengths"] is bound.cache.cache_lengths
     assert given["query_start_loc"] is bound.query_start_loc
     assert (given["num_partitions"], given["causal"], given["sm_scale"]) == (1, True, step.sm_scale)
-    assert (given["workspace"].rows, given["workspace"].partial_out.numel()) == (32, 0)
+    assert (given["workspace"].cuts.shape, given["workspace"].partial_out.numel()) == ((32,), 0)
 
 
 def test_a_cut_step_is_merged(launches: list[tuple[str, dict[str, Any]]]) -> None:
@@ -117,8 +118,8 @@ def test_a_cut_step_is_merged(launches: list[tuple[str, dict[str, Any]]]) -> Non
     run(step, partitions=4)
     ((kernels, given),) = launches
     assert kernels == "mla_decode_fp8_rope_bf16_fp8x2_r64_b64_bf16 + combine"
-    assert (given["num_partitions"], given["workspace"].rows, given["workspace"].partitions) == (4, 128, 4)
-    assert given["workspace"].partial_out.shape == (4 * 128, 512)
+    assert (given["num_partitions"], given["workspace"].cuts.shape) == (4, (128,))
+    assert given["workspace"].partial_out.shape == (132 * 2 * 64, 512)  # whatever the step's size
 
 
 def test_prompts_behind_decode_rows_are_a_launch_of_triton(launches: list[tuple[str, dict[str, Any]]]) -> None:
@@ -146,16 +147,17 @@ def test_padding_goes_with_the_decode_rows(launches: list[tuple[str, dict[str, A
         assert launches.pop()[1]["q"].shape[0] == 4
 
 
-def test_room_bounds_the_pieces(launches: list[tuple[str, dict[str, Any]]]) -> None:
-    """A plan's partitions for all of its tokens may exceed its memory: the step is cut less, never wrongly."""
+def test_without_room_nothing_is_cut(launches: list[tuple[str, dict[str, Any]]]) -> None:
+    """Workers write pieces into rows of their own: with one row too few the step stays whole, and right."""
     step = build_step(StepCase((1, 1), (600, 600), page_size=64, heads=16), "fp8_rope_bf16", dtype=torch.bfloat16)
-    for partial_rows, partitions in ((8 * 32, 8), (8 * 32 - 1, 7), (32, 1), (0, 1)):
+    needed = 132 * 2 * 16
+    for partial_rows, partitions in ((needed + 1, 8), (needed, 8), (needed - 1, 1), (0, 1)):
         room = Pieces.empty(partial_rows, 32, 512, torch.device("cpu"))
         run(step, partitions=8, workspace=room)
         given = launches.pop()[1]
         assert given["num_partitions"] == partitions
         assert given["workspace"].partial_out is room.partial_out
-        assert given["workspace"].pieces is room.pieces
+        assert given["workspace"].cuts is room.cuts
 
 
 def test_what_no_map_can_say_goes_to_triton_where_nobody_asked(
@@ -196,7 +198,9 @@ def test_rows_beyond_the_room_are_refused(launches: list[tuple[str, dict[str, An
     """A workspace of 16 rows said that it held the 32 that were asked for, so that the kernel wrote behind it."""
     step = build_step(StepCase((1, 1), (600, 600), page_size=64, heads=16), "fp8_rope_bf16", dtype=torch.bfloat16)
     room = Pieces.empty(64, 16, 512, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"workspace: expected room for 2 partitions of 32 rows; got .* of 16 rows"):
+    with pytest.raises(
+        ValueError, match=r"workspace: expected room for 32 rows and 0 partial ones; got room for 16 rows"
+    ):
         run(step, partitions=2, workspace=room)
     assert launches == []
 
@@ -209,14 +213,9 @@ def test_a_plan_has_room_for_every_cut_it_makes(heads: int) -> None:
     executor, capacity = CutlassExecutor(), Capacity(256, 8192, 131072)
     usual = replace(USUAL, device=torch.device("meta"), num_heads=heads)
     room = executor.workspace(usual, capacity, executor.partitions(usual, capacity, 1, 1))
-    assert room.nbytes <= (2**17 * 513 + 8192 * heads) * 4
-    for requests in (1, 2, 7, 64, 132, 256):
-        for query_len in (1, 2, 8, 32):
-            rows, partitions = (
-                requests * query_len * heads,
-                executor.partitions(usual, capacity, requests, requests * query_len),
-            )
-            assert room.of(partitions, rows).partitions == partitions, (requests, query_len)
+    assert room.nbytes <= (132 * 2 * 64 * 513 + 8192 * heads) * 4
+    for variant in variants.choices(usual):
+        assert launch.partial_rows(variant, 132) <= room.partial_lse.shape[0], variant.name
     assert executor.workspace(usual, capacity, 1).partial_out.numel() == 0
 
 
@@ -308,11 +307,12 @@ def needed() -> list[str]:
 
 
 def test_what_a_configuration_needs() -> None:
-    """Tiles of 16 and 32 rows in float16, of 64 rows in two terms, and the merge."""
+    """Tiles of 16 rows in fp16, of 32 and 64 in two terms, 32 in fp16 for short steps, and the merge."""
     assert needed() == [
         "mla_decode_fp8_rope_bf16_fp16_r16_b64_bf16",
-        "mla_decode_fp8_rope_bf16_fp16_r32_b64_bf16",
+        "mla_decode_fp8_rope_bf16_fp8x2_r32_b64_bf16",
         "mla_decode_fp8_rope_bf16_fp8x2_r64_b64_bf16",
+        "mla_decode_fp8_rope_bf16_fp16_r32_b64_bf16",
         "mla_combine_bf16",
     ]
 
@@ -330,7 +330,7 @@ def test_until_it_is_proven_triton_is_preferred(nothing_built: Path, monkeypatch
     ((name, reason),) = chosen.passed_over
     assert (name, reason) == (
         "cutlass",
-        "unproven on a GPU: mla_decode_fp8_rope_bf16_fp16_r16_b64_bf16 and 3 more (executor='cutlass' or "
+        "unproven on a GPU: mla_decode_fp8_rope_bf16_fp16_r16_b64_bf16 and 4 more (executor='cutlass' or "
         "PAGEDMLA_ALLOW_UNPROVEN=1 takes it all the same)",
     )
     prove(monkeypatch, nothing_built, [record(kernel) for kernel in needed()[:-1]])

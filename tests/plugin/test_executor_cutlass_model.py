@@ -71,7 +71,7 @@ def assert_near(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], precisi
 
 
 @pytest.mark.parametrize("layout", ["fp8_rope_bf16", "fp8_rope_bf16_prescaled", "fp8_flat"])
-@pytest.mark.parametrize(("precision", "form"), [("auto", "fp16"), ("fp8x2", "fp8x2")])
+@pytest.mark.parametrize(("precision", "form"), [("auto", "fp8x2"), ("fp8x2", "fp8x2"), ("fp16", "fp16")])
 def test_a_planned_step(layout: str, precision: str, form: str, modelled: list[tuple[str, int, int]]) -> None:
     step = made(LONG, layout)
     got = attend(step, plan=plan_for(step, precision=precision), check=True)
