@@ -9,7 +9,7 @@ Importing this package loads nothing. In reading order:
     barriers  interleavings, on stage_rules and independence: every order in which the protocol can run; order: a proof
               where those are too many; both on programs
     time      timeline, on phases: the protocol played through in time; time_model: microseconds of a step
-    build     build, compile (its report), resources, cubin_cache
+    build     build, compile (its report), on resources and usual_trip; cubin_cache
     launch    launch, on launch_checks, tensor_maps, loaded_kernel, driver
 
 Words of these modules alone:

@@ -17,10 +17,11 @@ from typing import Any
 from pagedmla.cutlass_kernels import resources
 from pagedmla.cutlass_kernels.build import ALL, ARCHITECTURE, Built, build, installed_dsl, make_cubin
 from pagedmla.cutlass_kernels.cubin_cache import CubinCache, source_digest
-from pagedmla.cutlass_kernels.tiles import KEYS, SCORE_TRIPS, WARPS
+from pagedmla.cutlass_kernels.tiles import KEYS, WARPS
+from pagedmla.cutlass_kernels.usual_trip import count_trip, find_trip
 from pagedmla.cutlass_kernels.variants import CombineVariant, Variant
 from pagedmla.hardware import footprint, sass
-from pagedmla.hardware.loops import Instruction, Loop, natural_loops
+from pagedmla.hardware.loops import Instruction
 from pagedmla.hardware.targets import find_target
 from pagedmla.kv_cache.files import write_bytes, write_text
 from pagedmla.kv_cache.layouts import get_layout
@@ -28,7 +29,6 @@ from pagedmla.kv_cache.layouts import get_layout
 REPORT = Path("bench", "results", "compile-cutlass.json")
 COMMAND = f"pagedmla compile --executor cutlass --json {REPORT}"
 DIGEST = "source_digest"
-_TENSOR_COPY = "UTMALDG"
 
 
 def compile_all(
@@ -103,29 +103,13 @@ def warp_instructions_per_token(code: Sequence[Instruction]) -> float | None:
     """Instructions of all warps of a CTA for one token of the cache, rare branches included; None without a main loop.
 
     A trip of the consumers' loop covers a tile for each consumer, so a tile costs one trip of one warpgroup; one
-    producer warp runs a trip of its own (the innermost that copies) for each tile.
+    producer warp runs a trip of its own for each tile.
     """
     found = find_trip(code)
     if found is None:
         return None
-    trip, chunks = found
-    consumer = len(trip.body) + (SCORE_TRIPS - 1) * sum(len(loop.body) for loop in chunks)
-    copying = [loop for loop in natural_loops(code) if any(_TENSOR_COPY in code[i].opcode for i in loop.body)]
-    producer = min((len(loop.body) for loop in copying), default=0)
-    return (consumer * WARPS + producer) / KEYS
-
-
-def find_trip(code: Sequence[Instruction]) -> tuple[Loop, list[Loop]] | None:
-    """The consumers' loop: the smallest of those with more than half as many tensor instructions as the fullest.
-
-    With it, the loops inside it that hold some: score chunks, SCORE_TRIPS trips each. None where there are none at all.
-    """
-    held = [(loop, sum(sass.classify(code[i]) == "tensor" for i in loop.body)) for loop in natural_loops(code)]
-    all_of_them = max((count for _, count in held), default=0)
-    if all_of_them == 0:
-        return None
-    trip = min((loop for loop, count in held if 2 * count > all_of_them), key=lambda loop: len(loop.body))
-    return trip, [loop for loop, count in held if count and set(loop.body) < set(trip.body)]
+    counted = count_trip(code, *found)
+    return (counted.every * WARPS + counted.producer) / KEYS
 
 
 def _about(variant: Variant | CombineVariant) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from pagedmla.cutlass_kernels.arguments import COMBINE, DECODE, offsets
 from pagedmla.cutlass_kernels.build import Built, make_cubin, on_demand
 from pagedmla.cutlass_kernels.cubin_cache import CubinCache, CubinError, dsl_version
 from pagedmla.cutlass_kernels.protocol import Action, decode_protocol
-from pagedmla.cutlass_kernels.resources import count_trip, disassemble, rare_parts, read_resources
-from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, SCORE_TRIPS
+from pagedmla.cutlass_kernels.resources import disassemble, read_resources
+from pagedmla.cutlass_kernels.tiles import COLUMN_TILES
+from pagedmla.cutlass_kernels.usual_trip import count_trip, find_trip, rare_parts
 from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS
 from pagedmla.hardware import sass
 
@@ -259,7 +260,7 @@ def decode_code(built):
     """The decode kernel's instructions, and the loop of its consumers with those inside."""
     _, folder = built
     code = sass.parse(disassemble((folder / f"{DECODE_VARIANT.name}.sm_90a.cubin").read_bytes()))
-    return code, *table.find_trip(code)
+    return code, *find_trip(code)
 
 
 @needs_dsl
@@ -277,7 +278,7 @@ def test_a_usual_trip_jumps_over_rescales_mask_and_clearing(decode_code):
     assert [multiplications(part.body) for part in parts if part.kind == "rescale"] == [of_all_outputs] * 2
     rare = {i for part in parts for i in part.body}
     assert multiplications(set(trip.body) - rare) < of_all_outputs
-    counted = count_trip(code, trip, inner, SCORE_TRIPS, "UTMALDG")
+    counted = count_trip(code, trip, inner)
     assert counted.every - counted.usual == len(rare)
     assert 0 < counted.producer < counted.usual
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from pagedmla.cutlass_kernels import arguments, build, resources, time_model
-from pagedmla.cutlass_kernels.compile import find_trip
 from pagedmla.cutlass_kernels.protocol import Action, decode_protocol
 from pagedmla.cutlass_kernels.tiles import COLUMN_TILES, KEYS, SCORE_TRIPS, SHARED_BYTES, WARPS, Shape
+from pagedmla.cutlass_kernels.usual_trip import count_trip, find_trip, rare_parts
 from pagedmla.cutlass_kernels.variants import COMBINES, VARIANTS, CombineVariant, Variant
 from pagedmla.hardware import sass
 from pagedmla.hardware.cost import H200
@@ -37,7 +37,7 @@ def tensor_instructions(code: Sequence[Instruction], loop: Loop) -> list[str]:
 
 def assert_rare_parts(code: Sequence[Instruction], trip: Loop, shape: Shape) -> None:
     """What a usual trip skips (resources.py) is what it was designed to skip: O's rescales stand behind branches."""
-    parts = resources.rare_parts(code, trip)
+    parts = rare_parts(code, trip)
     assert sorted(part.kind for part in parts) == ["clear", "mask", "rescale", "rescale"]
 
     def multiplications(indices: Iterable[int]) -> int:
@@ -111,7 +111,7 @@ def test_decode(variant: Variant) -> None:
 
     assert_rare_parts(code, trip, shape)
     assert_meetings(code, variant)
-    counted = resources.count_trip(code, trip, inner, SCORE_TRIPS, "UTMALDG")
+    counted = count_trip(code, trip, inner)
     if variant.rows == 16:
         assert (counted.every * WARPS + counted.producer) / KEYS <= BUDGET_AT_16_ROWS[variant.layout]  # all warps
     if variant.rows >= 64:

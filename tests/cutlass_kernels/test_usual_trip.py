@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from pagedmla.cutlass_kernels.resources import RarePart, count_trip, rare_parts
+from pagedmla.cutlass_kernels.tiles import SCORE_TRIPS
+from pagedmla.cutlass_kernels.usual_trip import RarePart, count_trip, rare_parts
 from pagedmla.hardware import sass
 from pagedmla.hardware.loops import Instruction, Loop, natural_loops
 
@@ -60,7 +61,7 @@ def test_what_a_usual_trip_jumps_over() -> None:
 
 def test_counts_of_a_trip_and_of_the_producers() -> None:
     code = parsed(TRIP)
-    counted = count_trip(code, trip_of(code), [], 1, "UTMALDG")
+    counted = count_trip(code, trip_of(code), [])
     lines = (
         sum(not line.endswith(":") for line in TRIP) + 2
     )  # the product, and the branch back; the stub isn't a trip's
@@ -75,8 +76,8 @@ def test_products_in_a_loop_count_once_a_trip_of_it() -> None:
     loops = [loop for loop in natural_loops(code) if set(loop.body) < set(trip.body) and len(loop.body) == 2]
     held = [loop for loop in loops if "QGMMA" in code[loop.header].opcode]
     assert len(held) == 1
-    counted = count_trip(code, trip, held, 4, "UTMALDG")
-    assert counted.every == len(trip.body) + 3 * 2
+    counted = count_trip(code, trip, held)
+    assert counted.every == len(trip.body) + (SCORE_TRIPS - 1) * 2
 
 
 def test_a_rescale_that_no_branch_jumps_over_is_usual() -> None:
@@ -84,7 +85,7 @@ def test_a_rescale_that_no_branch_jumps_over_is_usual() -> None:
     unconditional = [*TRIP[: -len(RESCALE)], *RESCALE[1:-1]]
     code, parts = parts_of(unconditional)
     assert [part.kind for part in parts] == ["mask", "clear"]
-    with_branch, without = (count_trip(each, trip_of(each), [], 1, "UTMALDG") for each in (parsed(TRIP), code))
+    with_branch, without = (count_trip(each, trip_of(each), []) for each in (parsed(TRIP), code))
     assert without.usual == with_branch.usual + 3  # the branch is gone, four instructions came
 
 
