@@ -33,7 +33,7 @@ from pagedmla.bench.cases import PAGE_SIZE, Case, grid
 from pagedmla.bench.contenders import OURS
 from pagedmla.bench.rows import MODEL, Row, make_row
 from pagedmla.cutlass_kernels import time_model
-from pagedmla.cutlass_kernels.tiles import KEYS, WARPGROUPS, Shape
+from pagedmla.cutlass_kernels.tiles import KEYS, LATENT, ROPE, WARPGROUPS, Shape
 from pagedmla.cutlass_kernels.variants import Variant
 from pagedmla.hardware.cost import B200, H100, H200, Gpu, StepCost, attention_cost
 from pagedmla.hardware.targets import find_target
@@ -83,7 +83,7 @@ def issue_slots(bytes_per_token: float, gpu: Gpu) -> float:
 
 def floor_of(row: dict[str, Any], gpu: Gpu) -> Floor:
     """The floor of a row of the compile table on `gpu`."""
-    flops = FLOPS_PER_ROW * row["rows"] if row["kernel"] in ATTENTION else 0
+    flops = _flops(row) if row["kernel"] in ATTENTION else 0
     return Floor(
         memory=_memory_ns(row["bytes_per_token"], gpu),
         issue=row["warp_instructions_per_token"] / (SCHEDULERS * CLOCK_GHZ),
@@ -91,10 +91,24 @@ def floor_of(row: dict[str, Any], gpu: Gpu) -> Floor:
     )
 
 
+def _is_fp8(row: dict[str, Any]) -> bool:
+    """Whether its products are of e4m3: in the CUTLASS kernels' FP8 forms."""
+    return bool(row["options"].get("precision") == "fp8")
+
+
+def _flops(row: dict[str, Any]) -> float:
+    """Of a key, in products of the kind that `_tflops` is for: queries of two terms meet the latent twice, and a bf16
+    rope beside e4m3 has half the rate.
+    """
+    if not _is_fp8(row):
+        return float(FLOPS_PER_ROW * row["rows"])
+    terms = row["options"]["terms"]
+    rope = ROPE * (terms if row["options"]["rope"] == "e4m3" else 2)
+    return float(2 * (LATENT * terms + rope + LATENT) * row["rows"])
+
+
 def _tflops(row: dict[str, Any], gpu: Gpu) -> float:
-    """Of the row's products: e4m3 in the CUTLASS kernels' FP8 forms, whose queries are one term or two."""
-    options = row["options"]
-    return gpu.fp8_tflops / options["terms"] if options.get("precision") == "fp8" else gpu.bf16_tflops
+    return gpu.fp8_tflops if _is_fp8(row) else gpu.bf16_tflops
 
 
 def kernel_rows(table: Iterable[dict[str, Any]], layouts: Iterable[str] | None = None) -> list[dict[str, Any]]:
@@ -229,6 +243,8 @@ def _cutlass_steps(case: Case, gpu: Gpu, table: Iterable[dict[str, Any]]) -> Ite
 
 def _triton_step(case: Case, gpu: Gpu, cost: StepCost, table: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
     """The bound of the smallest compiled tile that holds a request's rows, or of several of the largest."""
+    if case.heads > variants.MOST_HEADS:
+        return
     group = pagedmla.get_layout(case.layout).pool_granularity
     fitting = {
         row["rows"]: row

@@ -60,10 +60,14 @@ def build(variants: Sequence[_AnyVariant]) -> Iterator[tuple[_AnyVariant, Built 
             with subprocess.Popen(
                 command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=messages, text=True
             ) as child:
-                for line in child.stdout or ():
-                    name = line.strip()
-                    if name in by_name:  # the compiler may print too
-                        yield by_name[name], _result(folder, name)
+                try:
+                    for line in child.stdout or ():
+                        name = line.strip()
+                        if name in by_name:  # the compiler may print too
+                            yield by_name[name], _result(folder, name)
+                except BaseException:  # whoever asked has gone: it would build on for nobody
+                    child.kill()
+                    raise
             messages.seek(0)
             said = messages.read().split("\n")
     if child.returncode:

@@ -18,12 +18,12 @@ from pagedmla.cutlass_kernels import resources
 from pagedmla.cutlass_kernels.build import ALL, ARCHITECTURE, Built, build, installed_dsl, make_cubin
 from pagedmla.cutlass_kernels.cubin_cache import CubinCache, source_digest
 from pagedmla.cutlass_kernels.tiles import KEYS, WARPS
-from pagedmla.cutlass_kernels.usual_trip import count_trip, find_trip
+from pagedmla.cutlass_kernels.usual_trip import copying_loop, count_trip, find_trip
 from pagedmla.cutlass_kernels.variants import CombineVariant, Variant
 from pagedmla.hardware import footprint, sass
 from pagedmla.hardware.loops import Instruction
 from pagedmla.hardware.targets import find_target
-from pagedmla.kv_cache.files import write_bytes, write_text
+from pagedmla.kv_cache.files import locked, write_bytes, write_text
 from pagedmla.kv_cache.layouts import get_layout
 
 REPORT = Path("bench", "results", "compile-cutlass.json")
@@ -73,18 +73,22 @@ def write_report(rows: Sequence[Mapping[str, Any]], path: str | Path = REPORT) -
 
 
 def add_to_report(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The same, keeping what `path` tells of other variants where the same compiler made them of the same sources."""
+    """The same, keeping what `path` tells of other variants where the same compiler made them of the same sources.
+
+    Safely among processes.
+    """
     names = {row["options"]["variant"] for row in rows}
     made_of = {(row[DIGEST], row["cutlass"]) for row in rows}
-    try:
-        others = [
-            row
-            for row in json.loads(path.read_bytes())
-            if row["options"]["variant"] not in names and (row[DIGEST], row["cutlass"]) in made_of
-        ]
-    except (OSError, ValueError, TypeError, KeyError):  # there is none, or none of this form
-        others = []
-    write_report([*others, *rows], path)
+    with locked(path.with_suffix(".lock")):
+        try:
+            others = [
+                row
+                for row in json.loads(path.read_bytes())
+                if row["options"]["variant"] not in names and (row[DIGEST], row["cutlass"]) in made_of
+            ]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # there is none, or none of this form
+            others = []
+        write_report([*others, *rows], path)
 
 
 def stale(rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -141,7 +145,7 @@ def _row(variant: Variant | CombineVariant, built: Built) -> dict[str, Any]:
         warps=variant.threads // 32,
         shared_bytes=shared,
         spill_words=sass.spill_words(code),
-        spill_words_in_loop=sass.spill_words(body),
+        spill_words_in_loop=sass.spill_words([*body, *copying_loop(code)]),
         instructions=len(body),
     )
     bytes_per_token = get_layout(variant.layout).bytes_per_token if isinstance(variant, Variant) else None

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from pagedmla.kv_cache.files import write_bytes, write_text
+from pagedmla.kv_cache.files import locked, write_bytes, write_text
 
 _DSL = "nvidia-cutlass-dsl"
 _PACKAGE = "pagedmla"
@@ -205,11 +205,7 @@ class CubinCache:
     @contextlib.contextmanager
     def _locked(self, variant: str) -> Iterator[None]:
         """Held by one process for each variant."""
-        import fcntl
-
-        self._target.mkdir(parents=True, exist_ok=True)
-        with (self._target / f"{variant}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self._target / f"{variant}.lock"):
             yield
 
     def _missing(self, variant: str) -> str:

@@ -48,9 +48,12 @@ class Workspace:
     cuts: Tensor  # [rows] int32
 
     @cached_property
-    def held(self) -> tuple[int, int]:
-        """(rows, partial rows)"""
-        return self.cuts.shape[0], self.partial_lse.shape[0]
+    def rows(self) -> int:
+        return self.cuts.shape[0]
+
+    @cached_property
+    def partial_rows(self) -> int:
+        return self.partial_lse.shape[0]
 
     @cached_property
     def addresses(self) -> dict[str, int]:
@@ -63,11 +66,6 @@ class Workspace:
             torch.empty(partial_rows, dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.int32, device=device),
         )
-
-    @property
-    def nbytes(self) -> int:
-        tensors = (self.partial_out, self.partial_lse, self.cuts)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def partial_rows(variant: Variant, multiprocessors: int) -> int:
@@ -135,9 +133,8 @@ class DecodeLauncher:
         check_addresses(q_address, out_address)
         rows = form["rows"]
         partial = self._partial_rows if num_partitions > 1 else 0
-        held_rows, held_partial = workspace.held
-        if rows > held_rows or partial > held_partial:
-            held = f"room for {held_rows} rows and {held_partial} partial ones"
+        if rows > workspace.rows or partial > workspace.partial_rows:
+            held = f"room for {workspace.rows} rows and {workspace.partial_rows} partial ones"
             refuse("workspace", f"room for {rows} rows and {partial} partial ones", held)
         values = {
             **form,
@@ -166,17 +163,24 @@ class DecodeLauncher:
 
     # What depends on shapes, strides, types and devices alone.
 
-    def _form(self, q: Tensor, out: Tensor, lse: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> dict[str, int]:
+    def _form(
+        self, q: Tensor, out: Tensor, lse: Tensor, table: Tensor, scales_table: Tensor, lengths: Tensor, starts: Tensor
+    ) -> dict[str, int]:
         """Sizes and strides among the arguments, which stand in the order of CallTensors."""
+        of_scales: _Key = ()  # they have a table of their own, or not
+        if scales_table is not table:
+            of_scales = (scales_table.shape, scales_table.stride(), scales_table.dtype, scales_table.device)
         key = (
             *(q.shape, q.stride(), q.dtype, q.device, out.shape, out.stride(), out.dtype, out.device),
-            *(lse.shape, lse.stride(), lse.dtype, lse.device, a.shape, a.stride(), a.dtype, a.device),
-            *(() if b is a else (b.shape, b.stride(), b.dtype, b.device)),  # scales have a table of their own, or not
-            *(c.shape, c.stride(), c.dtype, c.device, d.shape, d.stride(), d.dtype, d.device),
+            *(lse.shape, lse.stride(), lse.dtype, lse.device),
+            *(table.shape, table.stride(), table.dtype, table.device, *of_scales),
+            *(lengths.shape, lengths.stride(), lengths.dtype, lengths.device),
+            *(starts.shape, starts.stride(), starts.dtype, starts.device),
         )  # written out: a loop over the tensors takes a third more
         form = self._forms.get(key)
         if form is None:
-            form = _hold(self._forms, key, self._check_form(CallTensors(q, out, lse, a, b, c, d)))
+            tensors = CallTensors(q, out, lse, table, scales_table, lengths, starts)
+            form = _hold(self._forms, key, self._check_form(tensors))
         return form
 
     def _check_form(self, tensors: CallTensors) -> dict[str, int]:

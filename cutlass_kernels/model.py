@@ -276,7 +276,6 @@ def _piece(
 ) -> tuple[Floats, Floats]:
     """(out [n, 512], lse [n]) of one CTA's rows over a piece of the keys, both float32."""
     n = len(q)
-    queries = _queries(q, shape, sm_scale)
     limits = np.zeros(shape.rows, np.int64)
     limits[:n] = limit
     peak = np.full(shape.rows, -np.inf, np.float32)
@@ -285,6 +284,7 @@ def _piece(
     acc = np.zeros((LATENT, shape.rows), np.float32)
     log_top = np.float32(math.log2(shape.top))
     with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):  # NaN and inf are data here
+        queries = _queries(q, shape, sm_scale)
         for tile in range(begin, min(end, -(-request.kv_len // KEYS))):
             owner = (tile - begin) % WARPGROUPS
             stage, sigma = keys.load(request, tile)

@@ -13,7 +13,9 @@ from pagedmla.cutlass_kernels.stage_rules import Op, ProtocolError
 
 
 def check_order(protocol: Protocol, items: Sequence[int], *, clearing: bool = True) -> int:
-    """Prove the same without a walk. Returns the number of steps. ProtocolError for a fault, or where it can't tell.
+    """Prove what `interleavings.check` walks for. Returns the number of steps.
+
+    ProtocolError for a fault, or where it can't tell.
 
     Barriers are taken at their word first: the wait for a fill comes behind all that arrives for that fill, a meeting
     behind all who meet. Of the order that follows this shows, for each stage, that the counts are met, and that a wait

@@ -109,9 +109,8 @@ class Scores(Traced):
         for part in cutlass.range_constexpr(self.shape.column_parts):
             for before in cutlass.range_constexpr(self.shape.terms):
                 term, first = self.shape.terms - 1 - before, part * SCORE_TRIPS
-                if cutlass.const_expr(
-                    before == 0
-                ):  # not onto zeros: the second sum's would wait for the first's products
+                # A sum isn't begun with zeros: the second one's would wait for the first one's products.
+                if cutlass.const_expr(before == 0):
                     issue(self.latent_mma, self.sums[part], self._latent_chunk(stage, first, SCORE_CHUNK, term))
                     first += 1
                 for chunk in cutlass.range(first, (part + 1) * SCORE_TRIPS, unroll=1):

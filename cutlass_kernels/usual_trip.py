@@ -58,12 +58,16 @@ class TripCount:
 
 
 def count_trip(code: Sequence[Instruction], trip: Loop, chunks: Sequence[Loop]) -> TripCount:
-    """Of what `find_trip` found. The producer's loop is the innermost that holds a tensor copy."""
+    """Of what `find_trip` found."""
     every = len(trip.body) + (SCORE_TRIPS - 1) * sum(len(loop.body) for loop in chunks)
     rare = {index for part in rare_parts(code, trip) for index in part.body}
-    copying = [loop for loop in natural_loops(code) if any(_TENSOR_COPY in code[index].opcode for index in loop.body)]
-    producer = min((len(loop.body) for loop in copying), default=0)
-    return TripCount(every, every - len(rare), producer)
+    return TripCount(every, every - len(rare), len(copying_loop(code)))
+
+
+def copying_loop(code: Sequence[Instruction]) -> list[Instruction]:
+    """The producer's loop: the innermost that holds a tensor copy; nothing where none does."""
+    bodies = ([code[index] for index in loop.body] for loop in natural_loops(code))
+    return min((body for body in bodies if any(_TENSOR_COPY in each.opcode for each in body)), key=len, default=[])
 
 
 def rare_parts(code: Sequence[Instruction], trip: Loop) -> list[RarePart]:

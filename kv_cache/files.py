@@ -112,3 +112,14 @@ def _rename(beside: Path, target: Path) -> None:
         if error.errno not in _IN_PLACE or not target.is_file():
             raise
         shutil.copyfile(beside, target)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time, by a file that stays; makes its folder."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

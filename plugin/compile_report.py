@@ -31,6 +31,9 @@ _LEAST_NAME = 12  # columns that a row's name is folded into at least, where a t
 _TELLING = ("PAGE_SIZE", "GROUP", "SPLIT_QUERIES", "SLOTS")  # of options that tell the same rows apart, these first
 
 
+OnRow = Callable[[dict[str, Any]], None]
+
+
 def compile_triton(
     targets: Sequence[str] | None,
     kernels: Sequence[str] | None = None,
@@ -107,11 +110,22 @@ def compile_cutlass(
         raise _nothing(kernels, layouts)
     cache = None if out is None else CubinCache([out])
 
-    def build(on_row: Any) -> list[dict[str, Any]]:
-        rows = compile_all(wanted, cache=cache, on_row=on_row)
-        if out is not None:
-            add_to_report(rows, out / REPORT.name)
-        return rows
+    table = None if out is None else out / REPORT.name
+    if table is not None:
+        expect_folder(table.parent)
+        expect_file(table)
+        if json_file is not None and json_file.resolve() == table.resolve():
+            refuse(
+                "json", f"another file than {REPORT.name} in the folder of --out, which tells of all there", json_file
+            )
+
+    def build(on_row: OnRow) -> list[dict[str, Any]]:
+        def keep(row: dict[str, Any]) -> None:
+            if table is not None:
+                add_to_report([row], table)
+            on_row(row)
+
+        return compile_all(wanted, cache=cache, on_row=keep)
 
     return _build(len(wanted), build, out, json_file, write_report)
 
@@ -146,7 +160,7 @@ def _write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _build(
     total: int,
-    build: Any,
+    build: Callable[[OnRow], list[dict[str, Any]]],
     out: Path | None,
     json_file: Path | None,
     write: Callable[[Sequence[dict[str, Any]], Path], None] = _write_table,
@@ -167,7 +181,7 @@ def _build(
         def on_row(row: dict[str, Any]) -> None:
             progress.update(task, advance=1, description=_what(row))
 
-        rows: list[dict[str, Any]] = build(on_row)
+        rows = build(on_row)
     _print(rows)
     if json_file is not None:
         write(rows, json_file)

@@ -103,14 +103,14 @@ class CutlassExecutor(TritonExecutor):
         if not torch.cuda.is_available():
             return _NO_DEVICE
         try:
-            for variant in variants.choices(configuration, capacity.max_cache_length):
+            for variant in variants.choices(configuration, capacity):
                 launch.launcher(variant, configuration.device)
         except (CubinError, DriverError, ImportError) as reason:
             return str(reason)
         return super().load(configuration, capacity)
 
     def kernels(self, configuration: Configuration, capacity: Capacity) -> tuple[str, ...]:
-        used = variants.uses(configuration, capacity.max_cache_length)
+        used = variants.uses(configuration, capacity)
         return tuple(f"{use}: {use.variant.name} ({_proof_in_words(use.variant)})" for use in used)
 
     def partitions(self, configuration: Configuration, capacity: Capacity, requests: int, tokens: int) -> int:
@@ -121,9 +121,8 @@ class CutlassExecutor(TritonExecutor):
         rows = capacity.max_tokens * (configuration.num_heads or 0)
         partial_rows = 0
         if num_partitions > 1:
-            held = multiprocessors(configuration.device)
-            chosen = variants.choices(configuration, capacity.max_cache_length)
-            own = max(launch.partial_rows(variant, held) for variant in chosen)
+            ctas = multiprocessors(configuration.device)
+            own = max(launch.partial_rows(variant, ctas) for variant in variants.choices(configuration, capacity))
             partial_rows = max(own, self.partial_rows(configuration, capacity, num_partitions))
         return Pieces.empty(partial_rows, rows, LATENT, configuration.device)
 
@@ -170,8 +169,8 @@ def launch_decode(
     partial_rows = launch.partial_rows(variant, multiprocessors(q.device)) if partitions > 1 else 0
     if not isinstance(room, Pieces):  # without a plan: memory of its own
         room = Pieces.empty(partial_rows, q.shape[0] * q.shape[1], out.shape[2], q.device)
-    if partial_rows > room.workspace.held[1]:
-        partitions = 1  # never cut beyond the room
+    if partial_rows > room.workspace.partial_rows:
+        partitions = 1  # a plan has the room; without it, a step is whole
     kernel(
         q,
         step.planes,

@@ -34,7 +34,7 @@ class CutlassModelExecutor(TorchExecutor):
         return "it is a model, for proof"
 
     def kernels(self, configuration: Configuration, capacity: Capacity) -> tuple[str, ...]:
-        used = variants.uses(configuration, capacity.max_cache_length)
+        used = variants.uses(configuration, capacity)
         return tuple(f"{use}: the model of {use.variant.name}" for use in used)
 
     def partitions(self, configuration: Configuration, capacity: Capacity, requests: int, tokens: int) -> int:

@@ -84,19 +84,21 @@ def variant_of_step(step: Step, q: Tensor, options: AttendOptions, requests: int
     return _of_step(*about, tile, keys < SHORT)
 
 
-def choices(configuration: Configuration, max_keys: int | None = None) -> tuple[Variant, ...]:
-    """All that steps of this configuration may take, with up to `max_keys` keys."""
-    return tuple(dict.fromkeys(use.variant for use in uses(configuration, max_keys)))
+def choices(configuration: Configuration, capacity: Capacity | None = None) -> tuple[Variant, ...]:
+    """All that steps of this configuration may take, within a plan's capacity."""
+    return tuple(dict.fromkeys(use.variant for use in uses(configuration, capacity)))
 
 
-def uses(configuration: Configuration, max_keys: int | None = None) -> list[Use]:
+def uses(configuration: Configuration, capacity: Capacity | None = None) -> list[Use]:
     """`choices`, each with the decode rows that take it."""
     heads = configuration.num_heads or 1
-    long_too = max_keys is None or max_keys >= SHORT
+    long_too = capacity is None or capacity.max_cache_length >= SHORT
     found: list[Use] = []
     for short in (False, True) if long_too else (True,):
         held = 0  # query tokens of the size of tile before
         for size in ROWS:
+            if capacity is not None and held >= max(1, capacity.max_tokens):
+                break  # no step has a request of more
             most = None if size == ROWS[-1] else size // heads
             if most == held:
                 continue

@@ -109,9 +109,9 @@ class Step:
         """Query tokens by which a tile is chosen for the first `requests` requests, which have `tokens` together.
 
         Where others stand behind, the step's bound is those prompts' own: decode rows are short and alike, and go by
-        their mean.
+        their mean. A caller's bound may be above all tokens that there are.
         """
-        return ceildiv(tokens, requests) if requests < self.batch else self.max_query_length
+        return ceildiv(tokens, requests) if requests < self.batch else min(self.max_query_length, tokens)
 
     def check_reads(self, check: bool | None) -> None:
         """Checks before attention: table width and ids on the host, scales and bytes too on request."""

@@ -75,6 +75,7 @@ def compile_kernels(
         with misuse():
             rows = build(once(target), once(only), once(layout), out, json_file)
     except BuildError as broken_off:  # neither wrong usage nor a bug of ours
-        typer.echo(f"pagedmla: {printable(str(broken_off))}", err=True)
+        kept = "" if out is None else f". What was built before is kept in {out}"
+        typer.echo(f"pagedmla: {printable(str(broken_off) + kept)}", err=True)
         raise typer.Exit(1) from broken_off
     raise typer.Exit(1 if any("refused" in row for row in rows) else 0)

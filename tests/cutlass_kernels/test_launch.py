@@ -352,10 +352,6 @@ def _bytes_of(block):
     return ctypes.string_at(block.addresses[0], block.addresses[-1] - block.addresses[0] + 4)
 
 
-def test_a_workspace_counts_its_bytes():
-    assert Workspace.empty(96, 48, "cpu").nbytes == 96 * 512 * 4 + 96 * 4 + 48 * 4
-
-
 def test_a_call_makes_few_calls(recorder):
     """A call is to cost the host less than 15 us beside the driver's own, some 100 calls of 0.1 us. They are counted,
     both launches together, since a clock lies on a busy machine."""

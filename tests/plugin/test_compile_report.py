@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ def test_a_compiler_that_breaks_off_is_no_misuse(builds: dict[str, str | Excepti
     table.write_text("[]")
     result = run("--only", DECODE, "--only", MERGE, "--out", tmp_path / "cubins", "--json", table)
     assert result.exit_code == 1
-    assert result.stderr == "pagedmla: build: the compiler's process ended with -9: no message\n"
+    kept = f"What was built before is kept in {tmp_path / 'cubins'}"
+    assert result.stderr == f"pagedmla: build: the compiler's process ended with -9: no message. {kept}\n"
     assert table.read_text() == "[]"
     assert CubinCache([tmp_path / "cubins"]).find(DECODE) is not None
 
@@ -163,3 +165,37 @@ def test_a_table_of_other_sources_names_the_command() -> None:
     assert sentence.endswith(f"run `{COMMAND}`")
     assert stale([other]) is not None
     assert stale([{}, {}]) is None  # of before tables said so
+
+
+def test_a_broken_build_leaves_the_table_of_what_was_built(builds: dict[str, str | Exception], tmp_path: Path) -> None:
+    """The table was written after the last variant alone: a compiler that broke off left cubins without one."""
+    builds[MERGE] = BuildError("build: the compiler's process ended with -9: no message")
+    result = run("--only", DECODE, "--only", MERGE, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert f"What was built before is kept in {tmp_path}" in result.output.replace("\n", "")
+    rows = json.loads((tmp_path / "compile-cutlass.json").read_text())
+    assert [row["options"]["variant"] for row in rows] == [DECODE]
+
+
+def test_builds_into_one_folder_lose_no_row(builds: dict[str, str | Exception], tmp_path: Path) -> None:
+    """Each read the table, added its rows and wrote it: of 20 at a time 5 were left."""
+    rows = [{"options": {"variant": f"v{n}"}, DIGEST: "d", "cutlass": "4.8.1"} for n in range(20)]
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(lambda row: add_to_report([row], tmp_path / "table.json"), rows))
+    found = json.loads((tmp_path / "table.json").read_text())
+    assert sorted(row["options"]["variant"] for row in found) == sorted(row["options"]["variant"] for row in rows)
+
+
+def test_a_table_that_cannot_be_written_is_told_before_anything_is_built(
+    builds: dict[str, str | Exception], tmp_path: Path
+) -> None:
+    """Minutes of building ended in "Is a directory"; `--json` with the table's own name left one run's rows there."""
+    builds[DECODE] = AssertionError("nothing is to be built")
+    taken = tmp_path / "taken"
+    (taken / "compile-cutlass.json").mkdir(parents=True)
+    result = run("--only", DECODE, "--out", taken)
+    assert result.exit_code == 2
+    assert "compile-cutlass.json" in result.output
+    result = run("--only", DECODE, "--out", tmp_path, "--json", tmp_path / "compile-cutlass.json")
+    assert result.exit_code == 2
+    assert "another file than compile-cutlass.json" in result.output

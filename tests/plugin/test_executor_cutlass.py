@@ -214,8 +214,10 @@ def test_a_plan_has_room_for_every_cut_it_makes(heads: int) -> None:
     usual = replace(USUAL, device=torch.device("meta"), num_heads=heads)
     room = executor.workspace(usual, capacity, executor.partitions(usual, capacity, 1, 1))
     assert room.nbytes <= (132 * 2 * 64 * 513 + 8192 * heads) * 4
-    for variant in variants.choices(usual):
+    for variant in variants.choices(usual, capacity):
         assert launch.partial_rows(variant, 132) <= room.partial_lse.shape[0], variant.name
+    small = executor.workspace(replace(usual, num_heads=16), Capacity(1, 1, 131072), 132)
+    assert small.partial_lse.shape[0] == 132 * 2 * 16 * 2  # Triton's, for a prompt
     assert executor.workspace(usual, capacity, 1).partial_out.numel() == 0
 
 

@@ -85,26 +85,32 @@ def test_every_choice_is_a_built_variant_of_the_layout(layout: str) -> None:
 
 
 def test_uses_tell_which_rows_take_which_kernel() -> None:
-    told = [f"{use}: {name(use.variant)}" for use in variants.uses(USUAL, 4096)]
+    told = [f"{use}: {name(use.variant)}" for use in variants.uses(USUAL, Capacity(128, 8192, 4096))]
     assert told == [
         "1 query token a request: fp8_rope_bf16_fp16_r16_b64",
         "2 query tokens a request: fp8_rope_bf16_fp8x2_r32_b64",
         "3 or more query tokens a request: fp8_rope_bf16_fp8x2_r64_b64",
         "2 or more query tokens a request, under 512 keys: fp8_rope_bf16_fp16_r32_b64",
     ]
-    short = [f"{use}: {name(use.variant)}" for use in variants.uses(USUAL, 300)]
+    short = [f"{use}: {name(use.variant)}" for use in variants.uses(USUAL, Capacity(128, 8192, 300))]
     assert short == [
         "1 query token a request: fp8_rope_bf16_fp16_r16_b64",
         "2 or more query tokens a request: fp8_rope_bf16_fp16_r32_b64",
     ]
-    told = [f"{use}: {name(use.variant)}" for use in variants.uses(replace(USUAL, precision="fp8"), 4096)]
+    told = [
+        f"{use}: {name(use.variant)}"
+        for use in variants.uses(replace(USUAL, precision="fp8"), Capacity(128, 8192, 4096))
+    ]
     assert told == [
         "1 query token a request: fp8_rope_bf16_fp8x2_r16_b64",
         "2 query tokens a request: fp8_rope_bf16_fp8x2_r32_b64",
         "3 to 4 query tokens a request: fp8_rope_bf16_fp8x1_r64_b64",
         "5 or more query tokens a request: fp8_rope_bf16_fp8x1_r128_b32",
     ]
-    (one,) = variants.uses(replace(USUAL, num_heads=128, precision="fp16"), 300)
+    # A plan of one token loaded, explained and made room for kernels that no step of it could take.
+    told = [f"{use}: {name(use.variant)}" for use in variants.uses(USUAL, Capacity(1, 1, 4096))]
+    assert told == ["1 query token a request: fp8_rope_bf16_fp16_r16_b64"]
+    (one,) = variants.uses(replace(USUAL, num_heads=128, precision="fp16"), Capacity(128, 8192, 300))
     assert (str(one), name(one.variant)) == ("1 or more query tokens a request", "fp8_rope_bf16_fp16_r32_b64")
 
 
@@ -114,7 +120,7 @@ def test_uses_agree_with_the_choice(heads: int, precision: str) -> None:
     """What a plan loads is what its steps take: a kernel loaded in a captured step would break the capture."""
     usual = replace(USUAL, num_heads=heads, precision=precision)
     for most_keys in (300, 511, 512, 4096):
-        listed = variants.uses(usual, most_keys)
+        listed = variants.uses(usual, Capacity(128, 8192, most_keys))
         for query_tokens in range(1, 2 + 128 // heads):
             for keys in (64, min(511, most_keys), most_keys):
                 fitting = [
