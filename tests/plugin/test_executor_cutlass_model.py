@@ -76,7 +76,7 @@ def test_a_planned_step(layout: str, precision: str, form: str, modelled: list[t
     step = made(LONG, layout)
     got = attend(step, plan=plan_for(step, precision=precision), check=True)
     assert_near(got, step.dense_attention(), form)
-    assert modelled == [(f"mla_decode_{layout}_{form}_r32_b64_bf16", 3, 4)]
+    assert modelled == [(f"mla_decode_{layout}_{form}_r32_b64_bf16", 3, 8)]
 
 
 @pytest.mark.parametrize("layout", ["fp8_rope_bf16", "fp8_flat"])
