@@ -71,9 +71,11 @@ test-sglang: .venv-sglang/.package ## test on SGLang's own classes, without a GP
 test-max: .venv-max/.ready ## exchange caches with the real MAX, on this machine's CPU
 	OMP_NUM_THREADS=1 $(MAX_BIN)/pytest tests/max_cache tests/adapters/test_max.py
 
+# Those that need the DSL: the others ran without it in `make test`.
+DSL_TESTS := $(foreach name,build compile,tests/cutlass_kernels/test_$(name).py)
 test-cutlass: .venv/.develop ## install the CUTLASS DSL and compile every variant of its kernels
 	$(PIP) --editable '.[cutlass]'
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) tests/cutlass_kernels
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(JOBS) $(DSL_TESTS)
 
 # Two halves that take about as long, a core each: engines start one after another and wait for one core.
 engine_tests = $(foreach name,$(1),tests/engine/test_$(name).py)
