@@ -22,9 +22,9 @@ from pagedmla.plugin.step import Step
 SHORT = 512  # keys; over fewer, weights rounded to e4m3 don't average out
 FP16_ROWS = 16  # up to which fp16 hides behind memory: by time_model.py 1 % of a step there, 14 % at 32 rows
 ROWS = tuple(sorted({variant.rows for variant in VARIANTS}))
-KEYS_A_PIECE = (
-    128  # at least: by time_model.py one request (16 heads, 640 to 8192 keys) takes 8 to 32 % less than with 256
-)
+# At least. By time_model.py one request of 16 heads and 640 to 8192 keys takes 8 to 32 % less than with 256, and four
+# or sixteen requests up to 25 % less and 3 % more.
+KEYS_A_PIECE = 128
 MOST_HEADS = 128  # of the prompts that stand behind decode rows: Triton's limit
 
 _DTYPE_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
